@@ -70,6 +70,7 @@ CACHE := runs/bench
 
 bench: .venv/.bench  ## measure or predict the tables that take minutes, and draw their pictures
 	$(CPU) $(BIN)/python benchmarks/train_throughput.py --write README.md
+	$(CPU) $(BIN)/python benchmarks/train_throughput.py --experts --write docs/moe.md
 	$(CPU) $(BIN)/python benchmarks/timeline.py --write docs/check.md --pictures docs/img
 	$(CPU) $(BIN)/python benchmarks/async_starts.py --write docs/async.md
 	$(CPU) $(BIN)/python benchmarks/vector_memory.py --write docs/tpu.md
@@ -87,10 +88,10 @@ bench: .venv/.bench  ## measure or predict the tables that take minutes, and dra
 
 bench-long: .venv/.bench  ## predict the tables that take hours; what is in runs/bench is not played or compiled again
 	$(CPU) $(BIN)/python benchmarks/tp_mlp.py --write docs/kernels/layers.md
-	$(CPU) $(BIN)/python benchmarks/step.py --cache $(CACHE) --write docs/kernels/layers.md
-	$(CPU) $(BIN)/python benchmarks/two_cores.py --cache $(CACHE) --write docs/kernels.md
-	$(CPU) $(BIN)/python benchmarks/plan.py --results $(CACHE)/plan.jsonl --write docs/plan.md
-	$(CPU) $(BIN)/python benchmarks/plan_layers.py --cache $(CACHE) --write docs/plan.md
+	$(CPU) $(BIN)/python benchmarks/step.py --programs $(CACHE) --write docs/kernels/layers.md
+	$(CPU) $(BIN)/python benchmarks/two_cores.py --programs $(CACHE) --write docs/kernels.md
+	$(CPU) $(BIN)/python benchmarks/plan.py --programs $(CACHE) --write docs/plan.md
+	$(CPU) $(BIN)/python benchmarks/plan_layers.py --programs $(CACHE) --write docs/plan.md
 	$(CPU) $(BIN)/python benchmarks/recipes.py --programs $(CACHE) --write docs/scaling.md
 	$(CPU) $(BIN)/python benchmarks/published_models.py --programs $(CACHE) --write docs/scaling.md
 	$(CPU) $(BIN)/python benchmarks/data_axis.py --write docs/scaling.md

@@ -33,7 +33,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
-from benchmarks.programs import array, play_program
+from benchmarks.programs import array, play_program, with_gradients
 from benchmarks.table import command_line, print_table, write_between_markers
 from flaxasync.check.player.transfers import UNKNOWN_SCALARS
 from flaxasync.hardware import chip
@@ -109,15 +109,11 @@ LIBRARIES = {"JAX": of_jax, "tokamax": of_tokamax}
 def simulated(attention: Callable[[Array, Array, Array], Array], name: str) -> Times:
     topology = f"{name}:1x1" if name != "v5p" else "v5p:1x1x1"
     mesh = fa.check.topology_mesh(topology, (1,), ("x",), axis_types=(AxisType.Auto,))
-
-    def both(q: Array, k: Array, v: Array, do: Array) -> Any:
-        o, pull = jax.vjp(attention, q, k, v)
-        return o, pull(do)
-
     heads = array((HEADS, ROWS, FEATURES), mesh, P())
     one = array((ROWS, FEATURES), mesh, P())
     with jax.set_mesh(mesh):
-        played, _ = play_program(topology, jax.jit(both), heads, one, one, heads)
+        both = jax.jit(with_gradients(attention))
+        played, _ = play_program(topology, both, heads, one, one, heads)
     phases = played.slowest.phases
     forward, backward = (
         sum(p.seconds for p in phases if kernel.match(p.name)) for kernel in (FORWARD, BACKWARD)

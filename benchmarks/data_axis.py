@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
 from benchmarks.plain_transformer import Layout, PlainLayer
-from benchmarks.programs import COMPILE_SECONDS, array, split_layer
+from benchmarks.programs import COMPILE_SECONDS, array, split_layer, with_gradients
 from benchmarks.table import command_line, print_table, write_between_markers
 from flaxasync import check
 from models.config import TransformerConfig
@@ -97,22 +97,14 @@ def program(variant: str, mesh: Mesh) -> tuple[Any, tuple]:
         )
         return scan(nnx.merge(graph, state), x)
 
-    def forward_and_backward(
-        state: Any, x: jax.Array, dy: jax.Array
-    ) -> tuple[jax.Array, Any, jax.Array]:
-        y, backward = jax.vjp(apply, state, x)
-        return y, *backward(dy)
-
     shardings = (x.sharding, jax.tree.map(lambda value: value.sharding, state), x.sharding)
-    return jax.jit(forward_and_backward, out_shardings=shardings), (state, x, x)
+    return jax.jit(with_gradients(apply), out_shardings=shardings), (state, x, x)
 
 
 def estimate(variant: str, topology: str, flag: str) -> check.Timeline:
     kind = AxisType.Auto if variant == PLAIN else AxisType.Explicit
-    devices = check.topology_devices(topology)
-    mesh = fa.make_mesh(
-        (2, len(devices) // 2), ("data", "model"), devices=devices, axis_types=(kind, kind)
-    )
+    shape = (2, check.topology_size(topology) // 2)
+    mesh = check.topology_mesh(topology, shape, ("data", "model"), axis_types=(kind, kind))
     with jax.set_mesh(mesh):
         fn, arguments = program(variant, mesh)
         options = dict(check.HLO_ONLY) | dict([flag.split("=")] if flag else [])

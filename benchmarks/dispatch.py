@@ -16,11 +16,8 @@ All figures of the table are medians.
 
 import argparse
 import contextlib
-import dataclasses
 import io
 import os
-import statistics
-import time
 from collections.abc import Callable
 
 import jax
@@ -43,53 +40,31 @@ MODES = ("default", "none", "loops")
 NO_COMMANDS = "--xla_gpu_enable_command_buffer="
 
 
-@dataclasses.dataclass(frozen=True)
-class Pipeline:
-    """The times of calls that follow one another, in seconds, and the share for which the host was
-    held.
-    """
+def pipeline(fn: Callable, calls: int) -> Callable:
+    """Makes the function of so many calls, each of the result of the one before."""
 
-    total: float
-    ratio: float
-
-
-def row(name: str, fn: Callable, x: jax.Array) -> list[str]:
-    """Measures a function jitted and compiled, beside what is expected of it."""
-    compiled = jax.jit(fn).lower(x).compile()
-    expected = EXPECTED[fa.check.check_async_compatible(compiled).compatible]
-    jitted, ahead = (
-        fa.check.measure_dispatch(f, x, repeats=CALLS) for f in (jax.jit(fn), compiled)
-    )
-    return [name, expected, f"{ahead.total * 1e3:.0f}", f"{jitted.ratio:.1%}", f"{ahead.ratio:.1%}"]
-
-
-def pipeline(fn: Callable, x: jax.Array, calls: int) -> Pipeline:
-    """Measures so many calls, each of the result of the one before."""
-    jax.block_until_ready(fn(x))
-    totals = []
-    ratios = []
-    for _ in range(CALLS):
-        y = x
-        start = time.perf_counter()
+    def run(x: jax.Array) -> jax.Array:
         for _ in range(calls):
-            y = fn(y)
-        returned = time.perf_counter() - start
-        jax.block_until_ready(y)
-        total = time.perf_counter() - start
-        totals.append(total)
-        ratios.append(returned / total)
-    return Pipeline(statistics.median(totals), statistics.median(ratios))
+            x = fn(x)
+        return x
+
+    return run
 
 
-def pipeline_row(
-    name: str, fn: Callable, x: jax.Array, calls: int, expected: str = "no"
+def row(
+    name: str, fn: Callable, x: jax.Array, calls: int = 1, expected: str | None = None
 ) -> list[str]:
-    """Measures a pipeline of a function, jitted and compiled. The time is that of one call."""
-    jitted = pipeline(jax.jit(fn), x, calls)
-    ahead = pipeline(jax.jit(fn).lower(x).compile(), x, calls)
+    """Measures a function jitted and compiled, or a pipeline of it, beside what is expected. The
+    time is that of one call.
+    """
+    compiled = jax.jit(fn).lower(x).compile()
+    jitted, ahead = (
+        fa.check.measure_dispatch(pipeline(f, calls), x, repeats=CALLS)
+        for f in (jax.jit(fn), compiled)
+    )
     return [
-        f"{name}, {calls} calls",
-        expected,
+        name,
+        expected or EXPECTED[fa.check.check_async_compatible(compiled).compatible],
         f"{ahead.total / calls * 1e3:.0f}",
         f"{jitted.ratio:.1%}",
         f"{ahead.ratio:.1%}",
@@ -136,8 +111,9 @@ def main() -> None:
         rows = [row(each.fn.__name__.replace("_", " "), each.fn, x) for each in TABLE]
         rows.append(row("L-BFGS", lbfgs, small))
         rows += [on_devices(count) for count in (2, 8) if on_cpu]
-        rows.append(pipeline_row("work", work, x, chosen.calls))
-        rows.append(pipeline_row("one step of it", step, small, QUEUE, "after a long queue"))
+        rows.append(row(f"work, {chosen.calls} calls", work, x, chosen.calls))
+        queue = f"one step of it, {QUEUE} calls"
+        rows.append(row(queue, step, small, QUEUE, "after a long queue"))
     where = f"{os.cpu_count()} CPU cores" if on_cpu else device.device_kind
     mode = (
         ""

@@ -1,26 +1,28 @@
 """Reports of dry runs, which benchmarks keep in a folder."""
 
 import contextlib
+import dataclasses
 import json
 import pathlib
 import sys
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
-from train.config import Config
+from configs.llama_8b import llama_8b
+from train.config import replace_options
 from train.dry_run.command import dry_run
 
 
 def kept_report(
-    programs: pathlib.Path, name: str, topology: str, config_in: Callable[[pathlib.Path], Config]
+    programs: pathlib.Path, name: str, topology: str, options: Mapping[str, object]
 ) -> dict[str, Any]:
-    """Returns the report of the dry run of a step, which is made if it is not there.
-
-    `config_in` makes the run for the folder that it is given, its workdir.
+    """Returns the report of the dry run of llama_8b with these options, which is made if it is not
+    there.
     """
     folder = programs / f"dry run of {name} on {topology.replace(':', ' ')}"
     report = folder / "dry_run" / "report.json"
     if not report.exists():
+        base = dataclasses.replace(llama_8b(), workdir=str(folder))
         with contextlib.redirect_stdout(sys.stderr):
-            dry_run(config_in(folder), topology)
+            dry_run(replace_options(base, options), topology)
     return json.loads(report.read_text())

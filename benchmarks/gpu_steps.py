@@ -10,15 +10,14 @@ other limits of power: the rows of torchtitan are from H100 of 500 W with memory
 """
 
 import dataclasses
-import functools
+import math
 import pathlib
 
 import jax
 
 from benchmarks.dry_runs import kept_report
 from benchmarks.table import write_rows
-from configs.llama_8b import llama_8b
-from train.config import Config, replace_options
+from flaxasync.hardware import shape_of_gpus
 from train.metrics.output import gib
 
 HEADER = (
@@ -51,11 +50,8 @@ class Step:
 
     @property
     def gpus(self) -> int:
-        """The GPUs of a topology such as "h100:8x8"."""
-        count = 1
-        for size in self.topology.partition(":")[2].split("x"):
-            count *= int(size)
-        return count
+        """The GPUs of all hosts."""
+        return math.prod(shape_of_gpus(self.topology) or ())
 
 
 def of_rate(tokens_per_second: float, batch: int, sequence: int, gpus: int) -> float:
@@ -90,22 +86,20 @@ STEPS = (
 )
 
 
-def config_of(step: Step, folder: pathlib.Path) -> Config:
-    """Returns the run of a step; its dry run needs no data."""
-    options = {
+def options_of(step: Step) -> dict[str, int]:
+    """Returns what the run of a step has in place of the options of llama_8b."""
+    return {
         "mesh.data": 1,
         "mesh.fsdp": step.gpus // step.model,
         "mesh.model": step.model,
         "data.batch_size": step.batch,
         "data.sequence_length": step.sequence,
+        **dict(step.changes),
     }
-    base = dataclasses.replace(llama_8b(), workdir=str(folder))
-    return replace_options(base, options | dict(step.changes))
 
 
 def row(step: Step, programs: pathlib.Path) -> tuple[str, ...]:
-    config_in = functools.partial(config_of, step)
-    report = kept_report(programs, step.name, step.topology, config_in)
+    report = kept_report(programs, step.name, step.topology, options_of(step))
     form = report["form"]
     return (
         step.name,

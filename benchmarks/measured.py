@@ -16,10 +16,11 @@ from typing import NamedTuple
 from benchmarks.table import command_line, print_table, write_between_markers
 from flaxasync.check.estimate import measured
 from flaxasync.check.estimate.measured import Measurement
+from flaxasync.check.units import time_text
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
 FILE = pathlib.Path(measured.__file__).with_name("measured.csv")
-UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
 HEADER = ("program", "chips", "predicted by", "measured", "predicted", "error", "fitted to it")
 STEP = "training step"
 RATE_OF_PCIE = "PCIe"
@@ -90,12 +91,6 @@ def rows() -> Iterator[Row]:
     yield Row(found, "v6e:1x1", "")
 
 
-def time_text(value: float) -> str:
-    """Returns seconds with four digits and a unit."""
-    unit = next((unit for unit, size in UNITS.items() if value < 1000 * size), "s")
-    return f"{value / UNITS[unit]:.4g} {unit}"
-
-
 def main() -> None:
     chosen = command_line(__doc__).parse_args()
     found = list(rows())
@@ -104,8 +99,8 @@ def main() -> None:
             row.measurement.program,
             row.topology,
             row.measurement.method,
-            time_text(row.measurement.measured),
-            time_text(row.measurement.predicted),
+            time_text(row.measurement.measured, digits=4),
+            time_text(row.measurement.predicted, digits=4),
             f"{row.measurement.error:+.1%}",
             row.fitted,
         )

@@ -16,9 +16,10 @@ backward pass computes two of them again. DIR keeps what was compiled.
 """
 
 import collections
+import contextlib
 import dataclasses
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -40,6 +41,8 @@ from flaxasync.ops.trust import trusting
 DEVICES = 8
 ROWS = 4096
 HEADER = ("model", "chips", "backend", "ms", "exposed", "of peak", "temporaries, GiB")
+# by the shape of a table, all tables that kernels read
+type Tables = dict[tuple[int, ...], list[list[int]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,11 +168,13 @@ def compiled(
         return compile_once(folder, f"{layer.name} {backend}", topology, fn, *arguments)
 
 
-def row(case: tuple[Layer, str, str], folder: pathlib.Path) -> tuple[str, ...]:
-    layer, topology, backend = case
+@contextlib.contextmanager
+def spread_evenly(layer: Layer, backend: str, tables: Tables) -> Iterator[None]:
+    """While a layer is traced, each of its experts has equally many rows, and `tables` gets the
+    integers that its kernels read.
+    """
     local = layer.experts // DEVICES
     take = TilesOf.take
-    tables: dict[tuple[int, ...], list[list[int]]] = collections.defaultdict(list)
 
     def balanced_count(tiles: TilesOf) -> int:
         # the rows that a block is of, where it has fewer, or more
@@ -190,12 +195,6 @@ def row(case: tuple[Layer, str, str], folder: pathlib.Path) -> tuple[str, ...]:
 
         return noted
 
-    def integers(kernel: str, shape: tuple[int, ...]) -> Sequence[int] | None:
-        if shape in tables:
-            # of kernels with equally many tiles, the least
-            return min(tables[shape], key=lambda values: values[-1])
-        return np.random.default_rng(0).integers(0, ROWS, shape).reshape(-1).tolist()
-
     with (
         mock.patch.object(TilesOf, "count", property(balanced_count)),
         mock.patch.object(TilesOf, "take", balanced_take),
@@ -206,7 +205,22 @@ def row(case: tuple[Layer, str, str], folder: pathlib.Path) -> tuple[str, ...]:
             noting(grouped_weight_gradient.order_of_tiles),
         ),
     ):
+        yield
+
+
+def row(case: tuple[Layer, str, str], folder: pathlib.Path) -> tuple[str, ...]:
+    """Compiles a layer with rows that are spread evenly, and simulates its kernels with these."""
+    layer, topology, backend = case
+    tables: Tables = collections.defaultdict(list)
+    with spread_evenly(layer, backend, tables):
         program = compiled(layer, topology, backend, folder)
+
+    def integers(kernel: str, shape: tuple[int, ...]) -> Sequence[int] | None:
+        if shape in tables:
+            # of kernels with equally many tiles, the least; the last integer counts tiles
+            return min(tables[shape], key=lambda values: values[-1])
+        return np.random.default_rng(0).integers(0, ROWS, shape).reshape(-1).tolist()
+
     timeline = check.timeline(program, kernels="play", integers=integers)
     print(*timeline.notes, sep="\n")
     peak = (

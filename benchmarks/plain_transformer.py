@@ -78,8 +78,8 @@ class PlainMLP(nnx.Module):
 class PlainExperts(nnx.Module):
     """All experts, applied to all rows; what a row did not choose has the weight 0."""
 
-    def __init__(self, config: TransformerConfig, *, layout: Layout = PLAIN, rngs: nnx.Rngs):
-        self.layout, self.k = layout, config.experts_per_token
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        self.k = config.experts_per_token
         shape = config.experts, config.width, config.expert_features
         self.router = linear(config.width, config.experts, (None, None), config, rngs)
         self.up, self.gate = (self._kernel(shape, config, rngs) for _ in range(2))
@@ -91,7 +91,7 @@ class PlainExperts(nnx.Module):
         init = nnx.initializers.lecun_normal(batch_axis=0)
         return nnx.Param(
             init(rngs.params(), shape, jnp.dtype(config.param_dtype)),
-            out_sharding=("model", self.layout.fsdp, None),
+            out_sharding=("model", None, None),
         )
 
     def __call__(self, x: Float[Array, "B L D"]) -> Float[Array, "B L D"]:
@@ -104,9 +104,9 @@ class PlainExperts(nnx.Module):
         hidden = jax.nn.silu(jnp.einsum("bld,edf->eblf", x, gate)) * jnp.einsum(
             "bld,edf->eblf", x, up
         )
-        hidden = constrain(hidden, "model", self.layout.batch, None, None)
+        hidden = constrain(hidden, "model", PLAIN.batch, None, None)
         return constrain(
-            jnp.einsum("eblf,efd,ble->bld", hidden, down, weights), self.layout.batch, "model", None
+            jnp.einsum("eblf,efd,ble->bld", hidden, down, weights), PLAIN.batch, "model", None
         )
 
 
@@ -167,28 +167,27 @@ class PlainLayer(nnx.Module):
 
 
 class PlainTransformer(nnx.Module):
-    """The whole decoder from tokens to logits, with the rematerialization that `config` names."""
+    """The whole decoder from tokens to logits, without rematerialization."""
 
-    def __init__(self, config: TransformerConfig, *, layout: Layout = PLAIN, rngs: nnx.Rngs):
-        self.layout, self.remat = layout, config.remat
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         self.embed = nnx.Embed(
             config.vocab_size,
             config.width,
             dtype=jnp.dtype(config.dtype),
             param_dtype=jnp.dtype(config.param_dtype),
             embedding_init=nnx.initializers.normal(0.02),
-            embedding_metadata={"out_sharding": layout.rows},
+            embedding_metadata={"out_sharding": PLAIN.rows},
             rngs=rngs,
         )
 
         @nnx.split_rngs(splits=config.layers)
         @nnx.vmap(in_axes=(0,), out_axes=0, transform_metadata={nnx.PARTITION_NAME: None})
         def stack(rngs: nnx.Rngs) -> PlainLayer:
-            return PlainLayer(config, layout=layout, rngs=rngs)
+            return PlainLayer(config, rngs=rngs)
 
         self.layers = stack(rngs)
         self.final_norm = RMSNorm(config, rngs=rngs)
-        self.output = linear(config.width, config.vocab_size, layout.columns, config, rngs)
+        self.output = linear(config.width, config.vocab_size, PLAIN.columns, config, rngs)
 
     def __call__(self, tokens: Int[Array, "B L"]) -> Float[Array, "B L V"]:
         @nnx.scan(
@@ -197,15 +196,9 @@ class PlainTransformer(nnx.Module):
             transform_metadata={nnx.PARTITION_NAME: None},
         )
         def run(layer: PlainLayer, x: Array) -> Array:
-            if self.remat in (None, "none"):
-                return layer(x)
-            policies = {
-                "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-                "layer": None,
-            }
-            return nnx.remat(lambda layer, x: layer(x), policy=policies[self.remat])(layer, x)
+            return layer(x)
 
-        batch = self.layout.batch
+        batch = PLAIN.batch
         x = constrain(self.embed(tokens), batch, "model", None)
         return constrain(self.output(self.final_norm(run(self.layers, x))), batch, None, "model")
 

@@ -1,10 +1,9 @@
 """Does `fa.plan` choose well? It chooses for a grid of shapes, chips and rings; a sample of it is
 compiled and played.
 
-    python benchmarks/plan.py [--count 5] [--results plays.jsonl] [--write docs/plan.md]
+    python benchmarks/plan.py --programs DIR [--count 5] [--write docs/plan.md]
 
-It takes an hour. --count gives a smaller sample, and the file of results keeps each play, so that
-none is repeated.
+It takes an hour. --count gives a smaller sample, and DIR keeps each play, so that none is repeated.
 
 Each case is one op, alone or with its gradients, as a jitted program. Its time is that of the
 played program, without the copy that XLA adds where a kernel ends a program
@@ -20,7 +19,6 @@ import collections
 import dataclasses
 import functools
 import itertools
-import json
 import pathlib
 import random
 
@@ -28,7 +26,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
-from benchmarks.programs import SYNCHRONOUS, array, play_program, seconds_without_exit_copies
+from benchmarks.programs import array, kept_seconds, with_gradients
 from benchmarks.table import command_line, print_table, write_between_markers
 from flaxasync.ops.plan import Plan
 
@@ -121,10 +119,8 @@ def sample(seed: int, count: int) -> list[Case]:
     return [case for case in drawn if case.mesh not in LINES and case not in seen][:count]
 
 
-def played_seconds(case: Case, backend: str) -> float:
-    """Returns the seconds of the case's played program, without the copies of its results at its
-    exit.
-    """
+def played_seconds(case: Case, backend: str, folder: pathlib.Path) -> float:
+    """Returns the seconds of the case's played program, or those that are kept in the folder."""
     topology, (data, ring) = MESHES[case.mesh]
     mesh = fa.check.topology_mesh(topology, (data, ring), ("data", "model"))
     rows = P(("data", "model"), None)
@@ -142,45 +138,11 @@ def played_seconds(case: Case, backend: str) -> float:
 
     op = functools.partial(getattr(fa, case.op), axis_name="model", backend=backend)
     local = jax.shard_map(op, mesh=mesh, in_specs=specs[:2], out_specs=specs[2])
-
-    def with_gradients(x: jax.Array, w: jax.Array, dy: jax.Array) -> tuple[jax.Array, ...]:
-        y, pull = jax.vjp(local, x, w)
-        return y, *pull(dy)
-
     x, w, dy = (whole(shape, spec) for shape, spec in zip(case.shapes, specs, strict=True))
-    fn, arguments = (with_gradients, (x, w, dy)) if case.backward else (local, (x, w))
-    return seconds_without_exit_copies(
-        *play_program(topology, jax.jit(fn), *arguments, compiler_options=SYNCHRONOUS)
-    )
-
-
-def play_sample(cases: list[Case], path: str | None) -> dict[tuple[Case, str], float]:
-    """Returns the seconds of each case with each backend. Plays what the file at `path` lacks, and
-    adds it there.
-    """
-    file = None if path is None else pathlib.Path(path)
-    lines = (
-        [json.loads(line) for line in file.read_text().splitlines()]
-        if file and file.exists()
-        else []
-    )
-    results = {(Case(**line["case"]), line["backend"]): line["seconds"] for line in lines}
-    for number, (case, backend) in enumerate(itertools.product(cases, BACKENDS), 1):
-        if (case, backend) in results:
-            continue
-        results[case, backend] = seconds = played_seconds(case, backend)
-        print(
-            f"{number}/{len(cases) * len(BACKENDS)} {case} {backend}: {seconds * 1e3:.4f} ms",
-            flush=True,
-        )
-        if file:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            line = json.dumps(
-                {"case": dataclasses.asdict(case), "backend": backend, "seconds": seconds}
-            )
-            with file.open("a") as stream:
-                stream.write(f"{line}\n")
-    return results
+    if case.backward:
+        fn = jax.jit(with_gradients(local))
+        return kept_seconds(folder, topology, mesh, fn, x, w, dy)
+    return kept_seconds(folder, topology, mesh, jax.jit(local), x, w)
 
 
 def main() -> None:
@@ -188,16 +150,16 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=COUNT, help="cases to play")
     parser.add_argument("--seed", type=int, default=SEED, help="of the sample")
     parser.add_argument(
-        "--results", metavar="FILE", help="keep each play in this file, and play nothing twice"
+        "--programs", type=pathlib.Path, required=True, metavar="DIR", help="folder of plays"
     )
     chosen = parser.parse_args()
     cases = sample(chosen.seed, chosen.count)
-    results = play_sample(cases, chosen.results)
     # the error of a prediction, and the cells
     rows: dict[tuple[str, str], tuple[float, tuple[str, ...]]] = {}
     behind = []
     for case in sorted(cases, key=lambda c: (c.op, c.mesh, c.backward, c.rows)):
-        played = {backend: results[case, backend] for backend in BACKENDS}
+        played = {backend: played_seconds(case, backend, chosen.programs) for backend in BACKENDS}
+        print(case, played, flush=True)
         planned = case.plan().seconds
         choice = min(played, key=lambda backend: planned[backend])
         behind.append(played[choice] / min(played.values()) - 1)

@@ -1,7 +1,7 @@
 """Do layers choose well? A sample of attention blocks and MLPs is played as they choose, and in all
 other forms.
 
-    python benchmarks/plan_layers.py [--seed 1] [--cache DIR] [--write docs/plan.md]
+    python benchmarks/plan_layers.py --programs DIR [--seed 1] [--write docs/plan.md]
 
 It takes an hour. --seed draws another sample, and DIR keeps each play, so that no program is played
 twice.
@@ -34,7 +34,7 @@ from jax.sharding import AxisType
 
 import flaxasync as fa
 from benchmarks.plan import ALLOWED
-from benchmarks.programs import SYNCHRONOUS, kept, play_program, seconds_without_exit_copies
+from benchmarks.programs import kept_seconds
 from benchmarks.step import layer_program
 from benchmarks.table import command_line, print_table, write_between_markers
 from flaxasync.ops import roofline
@@ -83,24 +83,25 @@ EXCHANGED = (Form("fused", exchange=True), Form("fused", True, True))
 CHOSEN = (Form(None, exchange=None), Form(None, True, None))
 
 
-def sample(seed: int, count: int) -> list[Case]:
+def sample(seed: int) -> list[Case]:
     """Draws cases that are in no sample of an earlier seed.
 
     The first ones are each layer on each topology; more are on topologies that are drawn, of each
     layer equally many.
     """
-    seen = {case for earlier in range(seed) for case in sample(earlier, COUNT)}
+    seen = {case for earlier in range(seed) for case in sample(earlier)}
     drawn = random.Random(seed)
     sizes = [(*shape, width) for shape in SHAPES for width in WIDTHS]
     strata = {
         (layer, topology): [c for size in sizes if (c := Case(layer, topology, *size)) not in seen]
         for layer, topology in itertools.product(LAYERS, TOPOLOGIES)
     }
-    pairs = [drawn.sample(cases, 2) for cases in strata.values()]
-    again = [
-        drawn.sample([c for _, c in pairs if c.layer == layer], len(TOPOLOGIES)) for layer in LAYERS
+    firsts, seconds = zip(*(drawn.sample(cases, 2) for cases in strata.values()), strict=True)
+    shuffled = [
+        drawn.sample([c for c in seconds if c.layer == layer], len(TOPOLOGIES)) for layer in LAYERS
     ]
-    return [*(first for first, _ in pairs), *itertools.chain(*zip(*again, strict=True))][:count]
+    in_turn = itertools.chain(*zip(*shuffled, strict=True))  # a case of each layer, in turn
+    return [*firsts, *in_turn][:COUNT]
 
 
 def forms(case: Case) -> tuple[Form, ...]:
@@ -127,10 +128,8 @@ def make_layer(case: Case, form: Form) -> nnx.Module:
     )
 
 
-def played_seconds(case: Case, form: Form, cache: pathlib.Path | None = None) -> float:
-    """Returns the seconds of the played program, or those in the cache if the same program was
-    played before.
-    """
+def played_seconds(case: Case, form: Form, folder: pathlib.Path) -> float:
+    """Returns the seconds of the case's played program, or those that are kept in the folder."""
     size = fa.check.topology_size(case.topology)
     kinds = (AxisType.Explicit,) * 2
     mesh = fa.check.topology_mesh(case.topology, (1, size), ("data", "model"), axis_types=kinds)
@@ -139,18 +138,7 @@ def played_seconds(case: Case, form: Form, cache: pathlib.Path | None = None) ->
     least = -math.inf if form.backend and form.keep else roofline.KEEPING_GAINS
     with jax.set_mesh(mesh), mock.patch.object(roofline, "KEEPING_GAINS", least):
         fn, arguments = layer_program(lambda: make_layer(case, form), shape, mesh)
-        facts = (
-            case.topology,
-            str(mesh.devices.tolist()),
-            fn.lower(*arguments).as_text(),
-            SYNCHRONOUS,
-        )
-
-        def simulate() -> float:
-            played = play_program(case.topology, fn, *arguments, compiler_options=SYNCHRONOUS)
-            return seconds_without_exit_copies(*played)
-
-        return kept(cache, facts, simulate)
+        return kept_seconds(folder, case.topology, mesh, fn, *arguments)
 
 
 def behind(chosen: float, form: Form, played: dict[Form, float]) -> float:
@@ -165,16 +153,16 @@ def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--seed", type=int, default=SEED, help="of the sample")
     parser.add_argument(
-        "--cache", type=pathlib.Path, metavar="DIR", help="folder of programs that were played"
+        "--programs", type=pathlib.Path, required=True, metavar="DIR", help="folder of plays"
     )
     chosen = parser.parse_args()
-    cases = sample(chosen.seed, COUNT)
+    cases = sample(chosen.seed)
     begin = time.perf_counter()
     rows = []
     lags = []
     for case in cases:
         played = {
-            form: played_seconds(case, form, chosen.cache) for form in (*forms(case), *CHOSEN)
+            form: played_seconds(case, form, chosen.programs) for form in (*forms(case), *CHOSEN)
         }
         print(f"{case}: played after {time.perf_counter() - begin:.0f} s", flush=True)
         named = {form: played[form] for form in forms(case)}

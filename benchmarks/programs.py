@@ -2,7 +2,6 @@
 simulation.
 """
 
-import contextlib
 import dataclasses
 import gzip
 import hashlib
@@ -14,7 +13,7 @@ import pickle
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -24,13 +23,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from flaxasync import check
-from flaxasync.check import player
 from flaxasync.check.compile.compile_for import FLAGS
 from flaxasync.check.compile.topologies import topology_arguments
 from flaxasync.check.player import Result, play_dump
-from flaxasync.check.player.dump import Note, write_note
 from flaxasync.check.player.errors import UnknownOperationError
-from flaxasync.check.player.products import product_times
+from flaxasync.check.player.kernel_times import simulator
+from flaxasync.check.player.product_times import product_times
+from flaxasync.check.tested_libtpu import installed_libtpu
 
 # a large program takes two minutes on an idle machine, and much longer on a busy one
 COMPILE_SECONDS = 7200
@@ -74,9 +73,7 @@ def play_program(
             compiler_options=compiler_options,
             timeout=COMPILE_SECONDS,
         )
-        note = Note(topology, importlib.metadata.version("libtpu"), program.coords)
-        write_note(pathlib.Path(folder), note)
-        return play_dump(folder), program
+        return play_dump(folder, topology=topology, coords=program.coords), program
 
 
 def play_or_synchronize(
@@ -121,19 +118,13 @@ def exit_copies(module: check.HloModule) -> set[str]:
     return {name for name in copies if of_kernel(by_name[name].operands[0])}
 
 
-def kept(folder: pathlib.Path | None, facts: object, make: Callable[[], Any]) -> Any:
+def kept(folder: pathlib.Path, facts: object, make: Callable[[], Any]) -> Any:
     """Returns what `make` returns, in JSON's types, or what an earlier call with the same facts
     left in the folder.
 
-    Facts are what the result depends on; the version of libtpu and the sources of `flaxasync.check`
-    are added to them.
+    Facts are what the result depends on; those of the simulator are added to them.
     """
-    if folder is None:
-        return make()
-    sources = [
-        file.read_text() for file in sorted(pathlib.Path(check.__file__).parent.rglob("*.py"))
-    ]
-    everything = repr((facts, importlib.metadata.version("libtpu"), sources))
+    everything = repr((facts, simulator()))
     file = folder / f"{hashlib.sha256(everything.encode()).hexdigest()}.json"
     if not file.exists():
         content = json.dumps(make())
@@ -142,15 +133,44 @@ def kept(folder: pathlib.Path | None, facts: object, make: Callable[[], Any]) ->
     return json.loads(file.read_text())
 
 
-@contextlib.contextmanager
-def without_lines() -> Iterator[None]:
-    """Lowered programs do not say at which lines of the sources their kernels were written."""
+def kept_seconds(
+    folder: pathlib.Path, topology: str, mesh: Mesh, fn: Any, *arguments: Any
+) -> float:
+    """Plays a jitted function with synchronous collectives. Returns its seconds without the copies
+    of its results, or those that an earlier call left in the folder.
+    """
+
+    def simulate() -> float:
+        played = play_program(topology, fn, *arguments, compiler_options=SYNCHRONOUS)
+        return seconds_without_exit_copies(*played)
+
+    facts = (topology, str(mesh.devices.tolist()), lowered(fn, *arguments), SYNCHRONOUS)
+    return kept(folder, facts, simulate)
+
+
+def lowered(fn: Any, *arguments: Any) -> str:
+    """Returns the text of a lowered function, which does not say at which lines of the sources its
+    kernels were written.
+    """
     before = jax.config.jax_traceback_in_locations_limit
     jax.config.update("jax_traceback_in_locations_limit", 0)
     try:
-        yield
+        return fn.lower(*arguments).as_text()
     finally:
         jax.config.update("jax_traceback_in_locations_limit", before)
+
+
+def with_gradients(fn: Callable) -> Callable:
+    """Makes the function of the arguments and dy that returns y, and the gradient of each
+    argument.
+    """
+
+    def forward_and_backward(*arguments: Any) -> tuple[Any, ...]:
+        *inputs, dy = arguments
+        y, backward = jax.vjp(fn, *inputs)
+        return y, *backward(dy)
+
+    return forward_and_backward
 
 
 def compile_once(
@@ -191,28 +211,21 @@ def compile_with_products(
             print(line, file=sys.stderr)
         return dataclasses.replace(program, dumps=None), times
 
-    file = _file_of(folder, f"{name} products", topology, fn, arguments, _player())
+    file = _file_of(folder, f"{name} products", topology, fn, arguments, simulator())
     return _load_or_make(file, make)
-
-
-def _player() -> str:
-    """Returns a digest of the sources of the simulator."""
-    sources = sorted(pathlib.Path(player.__file__).parent.glob("*.py"))
-    return hashlib.sha256("".join(file.read_text() for file in sources).encode()).hexdigest()
 
 
 def _file_of(
     folder: pathlib.Path, name: str, topology: str, fn: Any, arguments: tuple, also: object = None
 ) -> pathlib.Path:
     """Returns the file of what depends on a function, how it is compiled, and something else."""
-    versions = [importlib.metadata.version(package) for package in ("jaxlib", "libtpu")]
-    with without_lines():
-        lowered = fn.lower(*arguments).as_text()
+    versions = [importlib.metadata.version("jaxlib"), installed_libtpu()]
+    text = lowered(fn, *arguments)
     described = topology_arguments(topology)
     # the text names devices by their places in the mesh
     first = jax.tree.leaves(arguments)[0].sharding
     order = [device.id for device in first.mesh.devices.flat]
-    content = repr((described, order, lowered, os.environ.get(FLAGS["TPU"]), versions, also))
+    content = repr((described, order, text, os.environ.get(FLAGS["TPU"]), versions, also))
     digest = hashlib.sha256(content.encode()).hexdigest()[:16]
     # names of files have 255 letters
     return folder / f"{re.sub(r'[^a-zA-Z0-9]+', '-', name)[:200]}-{digest}.pickle.gz"

@@ -12,13 +12,14 @@ import math
 import pathlib
 
 from benchmarks.table import command_line, print_table, write_between_markers
+from flaxasync.check.units import time_text
 from flaxasync.hardware import CHIPS, Chip
 from flaxasync.ops.trust import trusting
 from train.config import Config
 from train.config.command import load_preset
 from train.dry_run.meshes import rank
 from train.dry_run.prediction import Prediction
-from train.metrics.output import gib, time_text
+from train.metrics.output import gib
 from train.step.products import model_flops_per_token
 
 CONFIGS = pathlib.Path(__file__).parent.parent / "configs"
@@ -31,6 +32,7 @@ SEQUENCES = {
     "llama_8b": {"v5e": 1, "v6e": 3, "v5p": 2},
     "llama_70b": {"v5e": 1, "v6e": 1, "v5p": 1},
 }
+MEMORY = "memory:"  # what binds where nothing fits
 HEADER = (
     "model",
     "chips",
@@ -61,9 +63,10 @@ def predicted(preset: str, chip: str, chips: int) -> tuple[str, ...]:
     with trusting("predicted"):
         best = rank(run(preset, chip, chips), CHIPS[chip], chips)[0]
     what = (preset, f"{chips} {chip}")
-    form = (mesh_text(best), str(best.remat), str(best.overlap), gib(best.needed))
+    model = best.config.model
+    form = (mesh_text(best), str(model.remat), str(model.fsdp_overlap), gib(best.needed))
     if not best.fits:
-        limit = f"memory: a {chip} has {gib(best.available)}"
+        limit = f"{MEMORY} a {chip} has {gib(best.available)}"
         return (*what, *form, "-", "-", "-", "-", limit)
     speed = SEQUENCES[preset][chip] * SEQUENCE / best.seconds
     return (
@@ -82,7 +85,7 @@ def mfu(prediction: Prediction, chip: Chip) -> float:
     data = prediction.config.data
     tokens = data.batch_size * data.sequence_length
     flops = tokens * model_flops_per_token(prediction.config.model, data.sequence_length)
-    return flops / (prediction.seconds * math.prod(prediction.mesh.values()) * chip.flops)
+    return flops / (prediction.seconds * math.prod(prediction.sizes.values()) * chip.flops)
 
 
 def what_binds(prediction: Prediction) -> str:
@@ -100,13 +103,19 @@ def mesh_text(prediction: Prediction) -> str:
 
 def main() -> None:
     chosen = command_line(__doc__).parse_args()
-    rows = [
-        predicted(preset, chip, n)
-        for preset in PRESETS
-        for chip in CHIP_COUNTS
-        for n in CHIP_COUNTS[chip]
-    ]
+    rows = []
+    for preset in PRESETS:
+        for chip in CHIP_COUNTS:
+            rows += with_one_that_does_not_fit(
+                [predicted(preset, chip, n) for n in CHIP_COUNTS[chip]]
+            )
     write_between_markers(chosen.write, "predicted", print_table(HEADER, rows))
+
+
+def with_one_that_does_not_fit(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Leaves out what does not fit on fewer chips than another row of which that is true."""
+    refused = [row for row in rows if row[-1].startswith(MEMORY)]
+    return refused[-1:] + [row for row in rows if row not in refused]
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
 """One decoder layer of a preset, forward and with all gradients, on eight TPUs: predicted without a
 TPU.
 
-    python benchmarks/step.py --cache DIR                           all layers on all topologies (hours)
-    python benchmarks/step.py --cache DIR --write docs/kernels/layers.md   also writes the table of that file
-    python benchmarks/step.py --presets llama_8b --topologies v6e:2x4 --variants flaxasync
+    python benchmarks/step.py --programs DIR --write docs/kernels/layers.md     all layers on all topologies (hours)
+    python benchmarks/step.py --programs DIR --only v6e                         the layers on some chips
 
 docs/kernels/layers.md says what is computed. "flaxasync" is the layer of models/transformer.py,
 whose ops choose their backends. "automatic" is the same layer of nnx.Linear, whose collective
@@ -12,7 +11,7 @@ benchmarks/whole_step.py has the whole step of llama_8b.
 
 A * marks a program that had to be compiled with synchronous collectives. "Of peak" compares with
 all matmuls at the peak of the data sheet: the causal half of attention alone, and gradients as
-twice the forward pass. A play takes minutes; with --cache none is repeated.
+twice the forward pass. A play takes minutes; DIR keeps it, so that none is repeated.
 """
 
 import dataclasses
@@ -29,8 +28,15 @@ from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
 from benchmarks.plain_transformer import Layout, PlainLayer
-from benchmarks.programs import array, kept, play_or_synchronize, split_layer
-from benchmarks.table import command_line, print_table, write_between_markers
+from benchmarks.programs import (
+    array,
+    kept,
+    lowered,
+    play_or_synchronize,
+    split_layer,
+    with_gradients,
+)
+from benchmarks.table import write_rows
 from configs.llama_8b import llama_8b
 from configs.llama_70b import llama_70b
 from flaxasync import check, hardware
@@ -47,6 +53,7 @@ SEQUENCE = 4096
 KEPT = "flaxasync, gathered x kept"
 OURS = ("flaxasync", KEPT)
 VARIANTS = (*OURS, "automatic")
+CASES = list(itertools.product(PRESETS, TOPOLOGIES, VARIANTS))
 HEADER = (
     "layer",
     "topology",
@@ -62,13 +69,8 @@ HEADER = (
 
 @dataclasses.dataclass(frozen=True)
 class Played:
-    """What one variant of the layer is predicted to take on a topology, on its slowest device;
-    times are in seconds.
-    """
+    """What a layer is predicted to take on its slowest device; times are in seconds."""
 
-    preset: str
-    topology: str
-    variant: str
     seconds: float
     estimated: float  # the estimate of `fa.check.timeline` with kernels="play"
     matrix_busy: float  # time in which the matrix units multiply
@@ -137,25 +139,14 @@ def layer_program(
     """
     graph, state = split_layer(make, mesh)
     x = array(shape.shape, mesh, P("data", "model", None), shape.dtype)
-
-    def forward_and_backward(
-        state: Any, x: jax.Array, dy: jax.Array
-    ) -> tuple[jax.Array, Any, jax.Array]:
-        y, backward = jax.vjp(lambda state, x: nnx.merge(graph, state)(x), state, x)
-        return y, *backward(dy)
-
+    both = with_gradients(lambda state, x: nnx.merge(graph, state)(x))
     state_shardings = jax.tree.map(lambda value: value.sharding, state)
-    return jax.jit(forward_and_backward, out_shardings=(x.sharding, state_shardings, x.sharding)), (
-        state,
-        x,
-        x,
-    )
+    shardings = (x.sharding, state_shardings, x.sharding)
+    return jax.jit(both, out_shardings=shardings), (state, x, x)
 
 
-def played(preset: str, variant: str, topology: str, cache: pathlib.Path | None = None) -> Played:
-    """Simulates a layer, or reads from the folder `cache` what it took when it was simulated
-    before.
-    """
+def played(preset: str, variant: str, topology: str, folder: pathlib.Path) -> Played:
+    """Simulates a layer, or reads from the folder what it took when it was simulated before."""
     config = architecture(preset, variant)
     mesh = mesh_of(topology_devices(topology), variant, config)
     with jax.set_mesh(mesh):
@@ -173,24 +164,24 @@ def played(preset: str, variant: str, topology: str, cache: pathlib.Path | None 
                 "mark": mark,
             }
 
-        facts = topology, str(mesh.devices.tolist()), fn.lower(*arguments).as_text()
-        return Played(preset, topology, variant, **kept(cache, facts, simulate))
+        facts = topology, str(mesh.devices.tolist()), lowered(fn, *arguments)
+        return Played(**kept(folder, facts, simulate))
 
 
 def milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.{2 if seconds >= 1e-3 else 4}f}"
 
 
-def row(found: Played, peak: float) -> tuple[str, ...]:
+def row(case: tuple[str, str, str], folder: pathlib.Path) -> tuple[str, ...]:
+    preset, topology, variant = case
+    found = played(preset, variant, topology, folder)
+    peak = peak_seconds(architecture(preset, variant), BATCH, SEQUENCE, topology)
     error = f"{found.estimated / found.seconds - 1:+.1%}"
     share = f"{peak / found.seconds:.1%}"
-    played = milliseconds(found.seconds) + found.mark
     times = map(milliseconds, (found.matrix_busy, found.exposed))
     return (
-        found.preset,
-        found.topology,
-        found.variant,
-        played,
+        *case,
+        milliseconds(found.seconds) + found.mark,
         error,
         share,
         *times,
@@ -198,26 +189,5 @@ def row(found: Played, peak: float) -> tuple[str, ...]:
     )
 
 
-def main() -> None:
-    parser = command_line(__doc__)
-    parser.add_argument("--presets", nargs="+", choices=PRESETS, default=list(PRESETS))
-    parser.add_argument(
-        "--topologies", nargs="+", default=list(TOPOLOGIES), metavar="NAME", help="as v5e:2x4"
-    )
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument(
-        "--cache", type=pathlib.Path, metavar="DIR", help="folder of programs that were played"
-    )
-    chosen = parser.parse_args()
-    rows = []
-    for preset, topology in itertools.product(chosen.presets, chosen.topologies):
-        peak = peak_seconds(architecture(preset, "flaxasync"), BATCH, SEQUENCE, topology)
-        for variant in chosen.variants:
-            found = played(preset, variant, topology, chosen.cache)
-            rows.append(row(found, peak))
-            print(*rows[-1], flush=True)
-    write_between_markers(chosen.write, "step", print_table(HEADER, rows))
-
-
 if __name__ == "__main__":
-    main()
+    write_rows(__doc__, "step", HEADER, CASES, row)

@@ -27,8 +27,8 @@ def write_rows[T](
     cases: Sequence[T],
     row: Callable[[T, pathlib.Path], Sequence[str]],
 ) -> None:
-    """Makes the row of each case and writes the table. Rows are given a folder in which compiled
-    programs are kept.
+    """Makes the row of each case and writes the table. Rows are given a folder in which is kept what
+    was compiled or simulated.
     """
     parser = command_line(description)
     parser.add_argument(
@@ -36,10 +36,10 @@ def write_rows[T](
         type=pathlib.Path,
         required=True,
         metavar="DIR",
-        help="folder of compiled steps",
+        help="folder of what was compiled or simulated",
     )
     parser.add_argument(
-        "--only", default="", metavar="TEXT", help="only steps whose description has this text"
+        "--only", default="", metavar="TEXT", help="only rows whose description has this text"
     )
     chosen = parser.parse_args()
     rows = []

@@ -1,16 +1,17 @@
 """What the second core of a v5p is worth to the fused kernels, in the layers of an 8B decoder.
 
-    python benchmarks/two_cores.py [--cache DIR] [--write docs/kernels.md]      half an hour, no TPU
+    python benchmarks/two_cores.py --programs DIR [--write docs/kernels.md]     half an hour, no TPU
 
 A program is one layer, forward and with all gradients, in bfloat16 on v5p:2x2x2, with four sequences
 of 4096 tokens: the MLP, or the whole decoder layer. Every op has the backend "fused", with its
 kernels on one core or on both, or "xla", the ring of XLA's permutes. Nothing here ran on a TPU: every
 time is a prediction. XLA sums gradients over the data axis by a collective that nothing hides, and
-that is the same in all programs. With --cache no program is played twice.
+that is the same in all programs. DIR keeps each play, so that no program is played twice.
 """
 
 import contextlib
 import dataclasses
+import itertools
 import pathlib
 from collections.abc import Iterator
 from unittest import mock
@@ -21,10 +22,10 @@ from flax import nnx
 from jax.sharding import AxisType
 
 import flaxasync as fa
-from benchmarks.programs import kept, play_program
+from benchmarks.programs import kept, lowered, play_program
 from benchmarks.step import BATCH, SEQUENCE, architecture, layer_program
-from benchmarks.table import command_line, print_table, write_between_markers
-from flaxasync.check import topology_devices
+from benchmarks.table import write_rows
+from flaxasync.check import topology_mesh
 from flaxasync.kernels import flash_attention
 from flaxasync.kernels.engine import cores
 from flaxasync.kernels.engine.vector_memory import chip_in_use
@@ -33,6 +34,7 @@ from models.layer import DecoderLayer
 TOPOLOGY = "v5p:2x2x2"
 LAYERS = ("MLP", "decoder layer")
 MESHES = ((2, 4), (1, 8))  # data x model
+CASES = list(itertools.product(LAYERS, MESHES))
 HEADER = (
     "layer",
     "data x model",
@@ -78,12 +80,11 @@ def make_layer(layer: str, backend: str) -> nnx.Module:
 
 
 def played(
-    layer: str, mesh_shape: tuple[int, int], backend: str, cache: pathlib.Path | None
+    layer: str, mesh_shape: tuple[int, int], backend: str, folder: pathlib.Path
 ) -> tuple[float, float]:
     """Returns the milliseconds of a program, and those of its sums over the data axis."""
-    devices = topology_devices(TOPOLOGY)
     kinds = (AxisType.Explicit,) * 2
-    mesh = fa.make_mesh(mesh_shape, ("data", "model"), devices=devices, axis_types=kinds)
+    mesh = topology_mesh(TOPOLOGY, mesh_shape, ("data", "model"), axis_types=kinds)
     shape = jax.ShapeDtypeStruct((BATCH, SEQUENCE, 4096), jnp.bfloat16)
     with jax.set_mesh(mesh):
         fn, arguments = layer_program(lambda: make_layer(layer, backend), shape, mesh)
@@ -93,28 +94,21 @@ def played(
             sums = [p.seconds for p in result.slowest.phases if p.name.startswith("all-reduce")]
             return [1e3 * result.seconds, 1e3 * sum(sums)]
 
-        facts = str(mesh.devices.tolist()), fn.lower(*arguments).as_text()
-        total, sums = kept(cache, facts, simulate)
+        facts = str(mesh.devices.tolist()), lowered(fn, *arguments)
+        total, sums = kept(folder, facts, simulate)
     return total, sums
 
 
-def row(layer: str, mesh: tuple[int, int], cache: pathlib.Path | None) -> tuple[str, ...]:
+def row(case: tuple[str, tuple[int, int]], folder: pathlib.Path) -> tuple[str, ...]:
+    layer, mesh = case
     with one_core():
-        alone, _ = played(layer, mesh, "fused", cache)
+        alone, _ = played(layer, mesh, "fused", folder)
     jax.clear_caches()  # the traces of kernels, too
-    both, sums = played(layer, mesh, "fused", cache)
-    ring, _ = played(layer, mesh, "xla", cache)
+    both, sums = played(layer, mesh, "fused", folder)
+    ring, _ = played(layer, mesh, "xla", folder)
     times = (f"{alone:.2f}", f"{both:.2f}", f"{alone / both:.2f}", f"{ring:.2f}", f"{sums:.2f}")
     return (layer, f"{mesh[0]} x {mesh[1]}", *times)
 
 
-def main() -> None:
-    parser = command_line(__doc__)
-    parser.add_argument("--cache", type=pathlib.Path)
-    chosen = parser.parse_args()
-    rows = [row(layer, mesh, chosen.cache) for layer in LAYERS for mesh in MESHES]
-    write_between_markers(chosen.write, "two cores", print_table(HEADER, rows))
-
-
 if __name__ == "__main__":
-    main()
+    write_rows(__doc__, "two cores", HEADER, CASES, row)

@@ -25,10 +25,11 @@ from configs.llama_8b import llama_8b
 from configs.llama_70b import llama_70b
 from flaxasync import check
 from flaxasync.check.estimate.phases import Phases
+from flaxasync.check.units import time_text
 from flaxasync.ops.trust import trusting
 from models.config import Remat
-from train.config import Config
-from train.metrics.output import gib, time_text
+from train.config import Config, replace_options
+from train.metrics.output import gib
 from train.step.flags import added, flags_of, parse
 from train.step.mesh import mesh_over
 from train.step.products import model_flops_per_token
@@ -107,29 +108,23 @@ CASES: tuple[Case | Recipe, ...] = (
 
 
 def config_of(case: Case) -> Config:
-    config = PRESETS[case.model]()
-    chips = check.topology_size(case.topology)
     data, fsdp, model = case.mesh
-    return dataclasses.replace(
-        config,
-        mesh=dataclasses.replace(config.mesh, data=data, fsdp=fsdp, model=model),
-        model=dataclasses.replace(
-            config.model,
-            remat=case.remat,
-            fsdp_overlap=case.overlap,
-            gathered_mib=case.kept,
-            param_dtype=case.dtype,
-            quantization=case.kind,
-            quantization_backward=case.kind,
-            quantization_weights=case.kind,
-        ),
-        data=dataclasses.replace(
-            config.data,
-            batch_size=case.sequences * chips,
-            sequence_length=case.length,
-            microbatches=1,
-        ),
-    )
+    options = {
+        "mesh.data": data,
+        "mesh.fsdp": fsdp,
+        "mesh.model": model,
+        "model.remat": case.remat,
+        "model.fsdp_overlap": case.overlap,
+        "model.gathered_mib": case.kept,
+        "model.param_dtype": case.dtype,
+        "model.quantization": case.kind,
+        "model.quantization_backward": case.kind,
+        "model.quantization_weights": case.kind,
+        "data.batch_size": case.sequences * math.prod(case.mesh),
+        "data.sequence_length": case.length,
+        "data.microbatches": 1,
+    }
+    return replace_options(PRESETS[case.model](), options)
 
 
 def compiled(case: Case, folder: pathlib.Path) -> check.CompiledProgram:

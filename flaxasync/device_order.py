@@ -95,16 +95,22 @@ def order_slices(devices: Sequence[Any], shape: Sizes, names: Sequence[str]) -> 
       names: The names of the axes.
 
     Raises:
-      ValueError: No axis but the last one can be divided among the slices.
+      ValueError: The slices differ in size, or no axis but the last one can be divided among them.
     """
     slices = slices_of(devices)
+    grids = [grid for grid in map(DeviceGrid.of, slices) if grid is not None]
+    if len(grids) < len(slices):
+        return None
+    counts = [len(one) for one in slices]
+    if min(counts) < max(counts):
+        raise ValueError(
+            f"make_mesh needs equally many devices of each slice: got {counts} for a mesh "
+            f"{dict(zip(names, shape, strict=True))}; use all devices, or pass the ones to use"
+        )
     axis = _axis_across_slices(shape, names, len(slices))
     in_slice = tuple(n // len(slices) if i == axis else n for i, n in enumerate(shape))
     ordered = []
-    for one in slices:
-        grid = DeviceGrid.of(one)
-        if grid is None:
-            return None
+    for one, grid in zip(slices, grids, strict=True):
         at = {grid.position(device): device for device in one}
         order = ring_order(grid, in_slice)
         ordered.append(np.empty(in_slice, dtype=object))
@@ -277,10 +283,11 @@ def _closed_or_open(sizes: Sequence[int]) -> list[Path]:
         line = [(step,) for step in range(sizes[0])]
         return [tuple(line), (*line[::2], *reversed(line[1::2]))]
     rows, *rest = sizes
-    across = _to_and_fro(rest)  # the other dimensions, as one line of single steps
     if rows % 2:
+        # no ring closes with this side as the rows; `_rings` takes the other sides as rows, too
         return [_to_and_fro(sizes)]
-    comb = [(0, 0)]
+    across = _to_and_fro(rest)  # the other dimensions, as one line of single steps
+    comb = [(0, 0)]  # the teeth leave column 0 to the way back
     for row in range(rows):
         columns = range(1, len(across))
         comb += [(row, column) for column in (columns if row % 2 == 0 else reversed(columns))]

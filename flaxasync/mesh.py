@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
-from jax.sharding import AbstractDevice, AxisType, Mesh
+from jax.sharding import AxisType, Mesh
 from jaxtyping import PyTree
 
 from flaxasync import hardware
@@ -61,12 +61,13 @@ def make_mesh(
       axis_types: The type of each axis; by default all are Explicit, as with `jax.make_mesh`.
       devices: The devices, real ones or those of a topology; by default `jax.devices()`. The first
         ones are taken, as many as the axes need. Where they have no coordinates, as CPUs and GPUs,
-        or do not fill a grid of chips, the mesh is that of `jax.make_mesh`.
+        or do not fill a grid of chips in each slice, the mesh is that of `jax.make_mesh`.
       axis_shapes: The older name of axis_sizes.
 
     Raises:
-      ValueError: There are not as many names, types or devices as the axes need, or an axis but the
-        last one cannot be divided among the slices.
+      ValueError: There are not as many names, types or devices as the axes need; or TPUs are of
+        several slices, of which one has more devices than another, or no axis but the last one can
+        be divided among them.
     """
     if axis_sizes is None:
         given = axis_shapes
@@ -186,8 +187,8 @@ def mesh_report(mesh: Mesh) -> tuple[AxisReport, ...]:
         if grid is not None and not across:
             order = np.array([[grid.position(device) for device in line] for line in lines])
             rings = [tuple(map(int, ring)) for ring in grid.hops(order, 1)]
-            longest = max(map(max, rings))
-            hops = max(ring for ring in rings if max(ring) == longest)
+            # the one with the longest hop; among equals, the one whose first hops are longer
+            hops = max(rings, key=lambda ring: (max(ring), ring))
         reports.append(AxisReport(name, hops, across))
     if len(reports) == 2:
         reports[1] = dataclasses.replace(reports[1], unmatched=_unmatched(*mesh.devices.shape))
@@ -301,39 +302,36 @@ def platform() -> str | None:
     """Returns the platform of the mesh's devices, "tpu" for example; None where the mesh does not
     say.
     """
-    device = _abstract_device()
-    if device is not None:
-        return device.platform
-    return None
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is None:
+        return None
+    return device.platform
 
 
 def chip() -> hardware.Chip | None:
     """Returns the chip of the mesh's devices; None where the chip table lacks it, or the mesh does
     not say.
     """
-    device = _abstract_device()
-    if device is not None:
-        return hardware.chip_of_device(device.device_kind)
-    return None
+    return hardware.chip_of_device(_device_kind())
 
 
 def gpu() -> hardware.Gpu | None:
     """Returns the GPU of the mesh's devices; None where the table lacks it, or the mesh does not
     say.
     """
-    device = _abstract_device()
-    if device is not None:
-        return hardware.gpu_of_device(device.device_kind)
-    return None
+    return hardware.gpu_of_device(_device_kind())
 
 
 def gpus_hide_latency(gpu: hardware.Gpu) -> bool:
     """Says whether XLA puts work beside transfers of a GPU: by default, or because XLA_FLAGS says
-    so.
+    so, in the last one of several flags.
     """
-    there = os.environ.get("XLA_FLAGS", "").split()
-    flag = f"--{hardware.SCHEDULER}"
-    return gpu.schedules or flag in there or f"{flag}=true" in there
+    schedules = gpu.schedules
+    for flag in os.environ.get("XLA_FLAGS", "").split():
+        name, _, value = flag.partition("=")
+        if name == f"--{hardware.SCHEDULER}":
+            schedules = value.lower() in ("", "true", "1")  # as XLA reads it
+    return schedules
 
 
 def chip_name() -> str:
@@ -343,15 +341,15 @@ def chip_name() -> str:
     found = chip()
     if found is not None:
         return found.name
-    device = _abstract_device()
-    if device is not None:
-        return device.device_kind
-    return "unknown"
+    return _device_kind() or "unknown"
 
 
-def _abstract_device() -> AbstractDevice | None:
-    """Returns the kind of device that the mesh is of; None where it does not say."""
-    return jax.sharding.get_abstract_mesh().abstract_device
+def _device_kind() -> str | None:
+    """Returns what JAX calls the mesh's devices; None where the mesh does not say."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is None:
+        return None
+    return device.device_kind
 
 
 def check_tpu(caller: str, instead: str) -> None:

@@ -163,7 +163,8 @@ def staggered_loop(
     * The first turn is outside the loop, so that XLA sees that a carry of zeros is zeros, and never
       stores it.
 
-    The loop runs its body twice or more, so with two turns in it there is a loop from six hops on:
+    One block in each direction is in flight, whatever `unroll` is. The loop runs its body twice or
+    more, so with two turns in it there is a loop from six hops on:
     rings of seven devices or more have one, and smaller rings are written out, as are all of
     `ring_visit` below nine devices.
 
@@ -233,13 +234,14 @@ def staggered_loop(
     # Where the loop would run its body only once, all turns are written without a loop. Turns after
     # the loop take their number from the loop's counter. With a constant, their compute would
     # depend on nothing in the loop, and XLA would hoist it out of the ring and keep its results.
-    bodies = (hops - 2) // ring.unroll
-    if bodies >= 2:
-        counted = lax.fori_loop(0, bodies, turns, (jnp.int32(1), *counted[1:]))
-    else:
+    middle = max(hops - 2, 0)  # turns between the first one and the last one
+    bodies = middle // ring.unroll
+    if bodies < 2:
         bodies = 0
-    rest = max(hops - 2, 0) - bodies * ring.unroll
-    _, states, carry = turns(0, counted, first=1 + bodies * ring.unroll, count=rest)
+    else:
+        counted = lax.fori_loop(0, bodies, turns, (jnp.int32(1), *counted[1:]))
+    in_loop = bodies * ring.unroll
+    _, states, carry = turns(0, counted, first=1 + in_loop, count=middle - in_loop)
     states, updates, carry = run_window(hops - 1, states, carry, hops - 1)
     with jax.named_scope("hop"):
         ends = zip(channels, states, updates, strict=True)
@@ -399,11 +401,9 @@ def ring_visit(
     """
     onward = functools.partial(staggered_loop, ring, shifts=shifts)
 
-    def own(_: Index, blocks: tuple[Block, ...], carry: Carry) -> tuple[tuple[Block, ...], Carry]:
-        return blocks, visit(0, blocks, carry)
-
-    def first(_: Index, blocks: tuple[Block, ...], carry: Carry) -> tuple[tuple[Block, ...], Carry]:
-        return blocks, visit(1, blocks, carry)
+    def alone(hop: int) -> Callable[..., Any]:
+        """Returns a window beside which no sum travels: (addends, carry) is its carry."""
+        return lambda _, blocks, carry: (blocks, visit(hop, blocks, carry))
 
     def arrived(
         hop: Index, travelling: tuple[Block, ...], carry: Carry
@@ -414,11 +414,11 @@ def ring_visit(
         # they leave together
         return lax.optimization_barrier((add(travelling[0], addend), travelling[1]))
 
-    blocks, (own_sums, carry) = onward(blocks, carry, own, hops=1)
+    blocks, (own_sums, carry) = onward(blocks, carry, alone(0), hops=1)
     if hops == 1:
-        _, (sums, carry) = first(1, blocks, carry)
+        sums, carry = visit(1, blocks, carry)
     else:
-        blocks, (sums, carry) = onward(blocks, carry, first, hops=1)
+        blocks, (sums, carry) = onward(blocks, carry, alone(1), hops=1)
     if hops > 2:
         pairs = tuple(zip(sums, blocks, strict=True))
         pairs, carry = onward(pairs, carry, arrived, hops=hops - 2, merge=merge)

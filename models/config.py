@@ -300,6 +300,11 @@ def _check_fsdp(config: TransformerConfig, mesh_shape: Mapping[str, int]) -> Non
             f"multiple of 128 x the 'fsdp' axis: got width={config.width} on {fsdp} devices; use "
             "fsdp_overlap='prefetch' otherwise"
         )
+    check_layers_are_alike(config)
+
+
+def check_layers_are_alike(config: TransformerConfig) -> None:
+    """Raises ValueError for layers that a scan which hides the transfers of fsdp cannot apply."""
     if config.fsdp_overlap not in (None, "xla") and config.alternating_window is not None:
         raise ValueError(
             f"fsdp_overlap={config.fsdp_overlap!r} applies the same function to all layers, which "
@@ -329,15 +334,8 @@ def _check_experts(config: TransformerConfig, devices: int) -> None:
         raise ValueError(
             "mlp_bias is for a dense MLP, and experts have no biases: use mlp_bias=False"
         )
-    if config.capacity_factor is not None and not config.capacity_factor > 0:
-        raise ValueError(
-            "capacity_factor must be above 0, or None to drop nothing: got "
-            f"{config.capacity_factor}"
-        )
     width = config.expert_features
     name = "mlp_width" if config.expert_width is None else "expert_width"
-    if width < 1:
-        raise ValueError(f"expert_width must be 1 or more, or None for mlp_width: got {width}")
     if config.experts < devices and width % devices:
         raise ValueError(
             f"a 'model' axis with more devices than experts splits each expert, so {name} must be "

@@ -32,6 +32,18 @@ _ROPE_FIELDS = {  # of rope_parameters
 }
 _ROPE_PLACES = ("rope_scaling", "rope_parameters")
 _ALL_HAVE_EXPERTS = ("decoder_sparse_step", "mlp_only_layers")
+# whose classes refuse a width that is no multiple of the heads, also where head_dim is given
+_HEADS_DIVIDE_WIDTH = (LLAMA, GEMMA2)
+# fields of experts, which say nothing of a model without any
+_OF_EXPERTS = frozenset(
+    {
+        "experts_per_token",
+        "expert_width",
+        "shared_expert_width",
+        "router_scores",
+        "normalize_expert_weights",
+    }
+)
 
 
 def read_config(given: ConfigJson) -> tuple[Family, Fields]:
@@ -58,8 +70,8 @@ def read_config(given: ConfigJson) -> tuple[Family, Fields]:
         raise ValueError(f"config.json of a {family.model_type} is malformed: {listed(wrong)}")
     rope, unsupported = _read_rope(family, named)
     values = {**family.defaults, **named}
-    if family in (LLAMA, GEMMA2) and values["hidden_size"] % values["num_attention_heads"]:
-        raise ValueError(  # as their classes do
+    if family in _HEADS_DIVIDE_WIDTH and values["hidden_size"] % values["num_attention_heads"]:
+        raise ValueError(
             f"config.json of a {family.model_type} is malformed: "
             f"hidden_size={values['hidden_size']} must be a multiple of "
             f"num_attention_heads={values['num_attention_heads']}"
@@ -97,7 +109,8 @@ def write_config(config: TransformerConfig, *, length: int) -> tuple[Family, Con
         written["query_pre_attn_scalar"] = config.head_features
         if config.attention_scale is not None:
             written["query_pre_attn_scalar"] = _whole(config.attention_scale**-2)
-        written["layer_types"] = [_layer_type(i, windowed=True) for i in range(config.layers)]
+        windowed = config.alternating_window is not None
+        written["layer_types"] = [_layer_type(i, windowed=windowed) for i in range(config.layers)]
     rope = {"rope_type": "default", "rope_theta": config.rope_theta}
     scaling = None
     if config.rope_factor != 1:
@@ -121,21 +134,33 @@ def write_config(config: TransformerConfig, *, length: int) -> tuple[Family, Con
 
 def _family_of(config: TransformerConfig) -> Family:
     """Returns the first family that has all options of a model."""
-    plain = TransformerConfig()
-    free = HOW_IT_RUNS | {"param_dtype", "rope_theta", *_ROPE_FIELDS}
     reasons = []
     for family in FAMILIES.values():
-        lacks = []
-        for field in dataclasses.fields(config):
-            name = field.name
-            value = getattr(config, name)
-            expected = family.always.get(name, getattr(plain, name))
-            if name not in free and name not in family.fields and value != expected:
-                lacks.append(f"{name}={value!r}")
+        lacks = _lacking(family, config)
         if not lacks:
             return family
         reasons.append(f"{family.model_type} lacks {', '.join(lacks)}")
     raise NotImplementedError(f"no family has the options of this model: {'; '.join(reasons)}")
+
+
+def _lacking(family: Family, config: TransformerConfig) -> list[str]:
+    """Returns the options of a model that a family does not have."""
+    plain = TransformerConfig()
+    free = HOW_IT_RUNS | {"param_dtype", "rope_theta", *_ROPE_FIELDS}
+    lacks = []
+    if not config.experts:
+        free |= _OF_EXPERTS
+        if "experts" in family.fields:
+            lacks.append("experts=0")
+    if family in _HEADS_DIVIDE_WIDTH and config.width % config.heads:
+        lacks.append(f"a width of {config.width} for {config.heads} heads")
+    for field in dataclasses.fields(config):
+        name = field.name
+        value = getattr(config, name)
+        expected = family.always.get(name, getattr(plain, name))
+        if name not in free and name not in family.fields and value != expected:
+            lacks.append(f"{name}={value!r}")
+    return lacks
 
 
 def _unsupported_values(family: Family, given: ConfigJson) -> list[str]:

@@ -71,12 +71,16 @@ def require_local_folder(path: Path, name: str) -> None:
         ) from error
 
 
-def listed(items: Iterable[str]) -> str:
-    """Joins the first items of a list, and says how many others there are."""
-    every = list(items)
+def listed(items: Iterable[object], separator: str = "; ") -> str:
+    """Joins the first items of a list, and says how many others there are.
+
+    >>> listed(range(12), ", ")
+    '0, 1, 2, 3, 4, 5, 6, 7, 8, 9, and 2 more'
+    """
+    every = list(map(str, items))
     if len(every) > MOST_NAMED:
         every[MOST_NAMED:] = [f"and {len(every) - MOST_NAMED:,} more"]
-    return "; ".join(every)
+    return separator.join(every)
 
 
 def shown(value: object) -> str:

@@ -61,13 +61,12 @@ def load_config(folder: Path) -> tuple[Family, Fields]:
 
 
 def import_parameters(
-    folder: Path | TensorFiles, family: Family, abstract: PyTree, report: Report = lambda *_: None
+    files: TensorFiles, family: Family, abstract: PyTree, report: Report = lambda *_: None
 ) -> PyTree:
     """Reads the parameters of a checkpoint onto the devices that hold them.
 
     Args:
-      folder: A folder with one safetensors file or with an index of several, such a file, or one of
-        them opened.
+      files: The tensors.
       family: The names of the tensors.
       abstract: Shape, dtype and sharding of every parameter of the model, nested by its names, as
         `jax.eval_shape` and `nnx.to_pure_dict` give them. Values are cast to these dtypes.
@@ -81,9 +80,6 @@ def import_parameters(
         them are named, and none was loaded.
     """
     leaves, tree = jax.tree.flatten_with_path(abstract)
-    files = folder
-    if not isinstance(files, TensorFiles):
-        files = TensorFiles(files)
     with jax.set_mesh(_mesh_of(leaves[0][1])):
         names = {_name(path): leaf for path, leaf in leaves}
         _check(files, family, names)
@@ -157,7 +153,7 @@ def _check(files: TensorFiles, family: Family, names: Mapping[str, jax.ShapeDtyp
                 f"the table of {family.model_type} in models/families.py has no {name}"
             )
         template = family.tensors[name]
-        shape = tuple(leaf.shape[template.count("{") :])
+        shape = tuple(leaf.shape[_stacked_dims(template) :])
         if _is_transposed(name, template):
             shape = shape[::-1]
         needed |= dict.fromkeys(_their_names(template, leaf), shape)
@@ -180,11 +176,10 @@ def _check(files: TensorFiles, family: Family, names: Mapping[str, jax.ShapeDtyp
             f"the tensors of {files.path} are not those of this {family.model_type}, nothing was "
             "loaded: " + listed(problems)
         )
-    output = _OUTPUT
     embedding = family.tensors["embed.embedding"]
-    if is_tied and output in files.shapes and not files.are_equal(output, embedding):
+    if is_tied and _OUTPUT in files.shapes and not files.are_equal(_OUTPUT, embedding):
         raise ValueError(
-            f"{output} of {files.path} differs from {embedding}, although tie_word_embeddings of "
+            f"{_OUTPUT} of {files.path} differs from {embedding}, although tie_word_embeddings of "
             f"config.json, or its default for a {family.model_type}, says that they are one: "
             "`transformers` then uses both; write false there to import both, or remove the tensor"
         )
@@ -195,7 +190,8 @@ def _import_one(
 ) -> jax.Array:
     """Reads a parameter: one tensor, or one of each layer, which are stacked on the devices."""
     read = functools.partial(_read, files, transposed=_is_transposed(name, template))
-    names = np.reshape(_their_names(template, leaf), leaf.shape[: template.count("{")]).tolist()
+    stacked = leaf.shape[: _stacked_dims(template)]
+    names = np.reshape(_their_names(template, leaf), stacked).tolist()
     if not _is_stacked(template):
         return _make_sharded(functools.partial(read, names), leaf.shape, leaf.sharding, leaf.dtype)
     spec = P(*leaf.sharding.spec[1:])
@@ -304,12 +300,17 @@ def _is_stacked(template: str) -> bool:
     return "{layer}" in template
 
 
+def _stacked_dims(template: str) -> int:
+    """Returns how many dimensions of a parameter are stacks: of layers, and of experts."""
+    return template.count("{")
+
+
 def _is_transposed(name: str, template: str) -> bool:
     return name.endswith(".kernel") or "{expert}" in template
 
 
 def _their_names(template: str, leaf: jax.Array | jax.ShapeDtypeStruct) -> list[str]:
-    indices = np.ndindex(leaf.shape[: template.count("{")])  # of the layer, and of the expert
+    indices = np.ndindex(leaf.shape[: _stacked_dims(template)])
     return [
         template.format(**dict(zip(("layer", "expert"), index, strict=False))) for index in indices
     ]

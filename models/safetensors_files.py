@@ -6,6 +6,7 @@ tensors end to end. The `safetensors` package reads slices, but can only write w
 a whole, so files are written here.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -49,7 +50,7 @@ class TensorFiles:
         if os.path.lexists(path / SINGLE) and os.path.lexists(path / INDEX):  # see `_find`
             self.unused.append(INDEX)
         files = _find(path)
-        indexed = {tensor: file for file, tensors in files.items() for tensor in tensors or ()}
+        indexed = {tensor: file for file, tensors in files.items() for tensor in tensors}
         problems = []
         for file, names in files.items():
             try:
@@ -57,7 +58,7 @@ class TensorFiles:
             except ValueError as error:
                 problems.append(str(error))
                 continue
-            lacking = sorted(set(names or ()) - found.keys())
+            lacking = sorted(set(names) - found.keys())
             problems += [
                 f"{file} lacks {shown(name)}, which the index says is in it" for name in lacking
             ]
@@ -132,17 +133,18 @@ def write(
         (folder / INDEX).write_text(json.dumps(content, indent=2) + "\n")
 
 
-def _find(path: Path) -> dict[Path, list[str] | None]:
-    """Returns the files, and the tensors that an index says are in each; None without an index.
+def _find(path: Path) -> dict[Path, list[str]]:
+    """Returns the files, and the tensors that an index says are in each; none without an index.
 
     As for `transformers`, model.safetensors stands above an index beside it, which is often of an
     older version.
     """
     if path.is_file():
-        return {path: None}
-    for name, of_it in ((SINGLE, _find_single), (INDEX, _find_shards)):
-        if os.path.lexists(path / name):
-            return of_it(path)
+        return {path: []}
+    if os.path.lexists(path / SINGLE):
+        return {_linked(path, SINGLE): []}
+    if os.path.lexists(path / INDEX):
+        return _find_shards(path)
     others = sorted(
         file.name for ending in ("*.bin", "*.pth", "*.pt", "*.gguf") for file in path.glob(ending)
     )
@@ -157,19 +159,17 @@ def _find(path: Path) -> dict[Path, list[str] | None]:
     raise ValueError(f"there is neither {SINGLE} nor {INDEX} in {path}{found}")
 
 
-def _find_single(folder: Path) -> dict[Path, list[str] | None]:
+def _linked(folder: Path, name: str) -> Path:
+    """Returns the path of a file of a folder, which may be a link."""
     try:
-        return {checked_file(folder, SINGLE): None}
+        return checked_file(folder, name)
     except FileNotFoundError as error:
-        raise ValueError(f"{folder / SINGLE} is a link to a file that is missing") from error
+        raise ValueError(f"{folder / name} is a link to a file that is missing") from error
 
 
-def _find_shards(folder: Path) -> dict[Path, list[str] | None]:
+def _find_shards(folder: Path) -> dict[Path, list[str]]:
     """Returns the files that an index names, with the tensors in each."""
-    try:
-        content = read_json(checked_file(folder, INDEX))
-    except FileNotFoundError as error:
-        raise ValueError(f"{folder / INDEX} is a link to a file that is missing") from error
+    content = read_json(_linked(folder, INDEX))
     index = content.get("weight_map") if isinstance(content, dict) else None
     if (
         not isinstance(index, dict)
@@ -183,25 +183,21 @@ def _find_shards(folder: Path) -> dict[Path, list[str] | None]:
     tensors: dict[str, list[str]] = {}
     for tensor, name in index.items():
         tensors.setdefault(name, []).append(tensor)
-    files: dict[Path, list[str] | None] = {}
+    files: dict[Path, list[str]] = {}
     problems = []
     for name in sorted(tensors):
+        file = folder / name
         try:
-            file = _find_shard(folder, name)
+            # that it is missing is said with what is wrong with the others
+            with contextlib.suppress(FileNotFoundError):
+                checked_file(folder, name, named_by=INDEX)
         except ValueError as error:
             problems.append(str(error))
         else:
-            files[file] = [*(files.get(file) or ()), *tensors[name]]  # "a" and "./a" are one file
+            files[file] = [*files.get(file, ()), *tensors[name]]  # "a" and "./a" are one file
     if problems:
         raise ValueError(f"the tensors of {folder} cannot be read: {listed(problems)}")
     return files
-
-
-def _find_shard(folder: Path, name: str) -> Path:
-    try:
-        return checked_file(folder, name, named_by=INDEX)
-    except FileNotFoundError:
-        return folder / name  # that it is missing is said with what is wrong with the others
 
 
 def _read_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:

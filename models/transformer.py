@@ -29,7 +29,7 @@ from jaxtyping import Array, Float, Int
 
 import flaxasync as fa
 from flaxasync.ops.saved import STREAM, save_attention, save_mlp, save_operands
-from models.config import ContextLayout, Remat, TransformerConfig
+from models.config import ContextLayout, Remat, TransformerConfig, check_layers_are_alike
 from models.layer import DecoderLayer, RMSNorm, layer_options
 
 _POLICIES: dict[Remat | None, Callable[..., bool] | None] = {
@@ -68,12 +68,12 @@ class Losses(NamedTuple):
 
 
 class Transformer(nnx.Module):
-    """Turns tokens into logits.
+    """Turns tokens into logits. The mesh axis "model" splits heads, hidden features, vocabulary and
+    sequence.
 
     Args:
       config: The architecture. Without a trainer that chooses, its remat and fsdp_overlap None mean
         "none" and "xla".
-      axis_name: The mesh axis that splits heads, hidden features, vocabulary and sequence.
       fsdp_axis: The mesh axis over which parameters are stored sharded as well, one of those that
         split the batch; None if there is none.
       context_axis: The mesh axis that splits sequences; None if they are not split.
@@ -84,30 +84,26 @@ class Transformer(nnx.Module):
       rngs: The random streams; the model draws from `params`.
 
     Raises:
-      ValueError: No mesh is set, or the axis does not divide the hidden features.
+      ValueError: No mesh is set, the axis does not divide the hidden features, or options exclude
+        each other.
     """
 
     def __init__(
         self,
         config: TransformerConfig,
         *,
-        axis_name: str = "model",
         fsdp_axis: str | None = None,
         context_axis: str | None = None,
         context_layout: ContextLayout = "zigzag",
         backend: str | None = None,
         rngs: nnx.Rngs,
     ):
-        given: fa.nn.LayerOptions = {
-            "axis_name": axis_name,
-            "fsdp_axis": fsdp_axis,
-            "backend": backend,
-        }
+        given: fa.nn.LayerOptions = {"fsdp_axis": fsdp_axis, "backend": backend}
         options = layer_options(config, given)
+        check_layers_are_alike(config)
         self.config = dataclasses.replace(
             config, remat=config.remat or "none", fsdp_overlap=config.fsdp_overlap or "xla"
         )
-        self.axis_name = axis_name
         self.fsdp_axis = fsdp_axis
         self.embed = fa.nn.VocabParallelEmbed(
             config.vocab_size,

@@ -18,8 +18,10 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
+from flaxasync import hardware
 from flaxasync.check.compile.topologies import TOPOLOGIES
-from flaxasync.device_order import DeviceGrid, _rings, ring_order
+from flaxasync.device_order import DeviceGrid, _rings, order_slices, ring_order
+from flaxasync.mesh import gpus_hide_latency
 from tests.kernels.conftest import arranged
 
 
@@ -150,6 +152,13 @@ TWO_SLICES = [
             ("model",),
             TWO_SLICES,
             "divisible by the 2 slices: got {'model': 8}; add an axis of 2",
+        ),
+        # the first six devices
+        (
+            (2, 3),
+            ("data", "model"),
+            TWO_SLICES,
+            r"of each slice: got \[4, 2\] for a mesh {'data': 2, 'model': 3}; use all devices",
         ),
     ],
 )
@@ -331,3 +340,25 @@ def test_gpus_which_have_coordinates_and_no_cores_keep_their_order():
         id=0, coords=(0, 0, 0), device_kind="NVIDIA H100", slice_index=0, platform="gpu"
     )
     assert DeviceGrid.of([gpu]) is None
+    # each host is a slice, and an axis may go across them
+    hosts = [types.SimpleNamespace(**vars(gpu) | {"slice_index": i // 8}) for i in range(16)]
+    assert order_slices(hosts, (16,), ("data",)) is None
+
+
+@pytest.mark.parametrize(
+    ("chip", "flags", "hides"),
+    [
+        ("h100", "", True),
+        ("h100", "--{}=false", False),
+        ("h100", "--{}=0", False),
+        ("h100", "--{}=false --{}=true", True),
+        ("a100", "--xla_gpu_other=true", False),
+        ("a100", "--{}", True),
+        ("a100", "--{}=1", True),
+        ("a100", "--{}=True --{}=False", False),
+    ],
+)
+def test_whether_gpus_hide_latency_is_what_the_last_flag_says(chip, flags, hides, monkeypatch):
+    """XLA of jaxlib 0.12 reads these values so, as the options say that it dumps with a program."""
+    monkeypatch.setenv("XLA_FLAGS", flags.replace("{}", hardware.SCHEDULER))
+    assert gpus_hide_latency(hardware.GPUS[chip]) is hides

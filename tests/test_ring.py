@@ -112,7 +112,7 @@ def test_every_window_stands_between_a_start_and_its_done(hops):
 def test_the_smallest_ring_with_a_loop(unroll, smallest):
     def loops(size):
         def visit(x):
-            through = ring.Ring("x", transport.get("xla"), unroll=unroll)
+            through = ring.Ring("x", transport.TRANSPORTS["xla"], unroll=unroll)
             return ring.ring_gather(through, x, x, lambda block, row, carry: carry + block)
 
         mesh = jax.make_mesh((size,), ("x",), devices=jax.devices()[:size])
@@ -182,7 +182,7 @@ def test_the_table_of_rings(name):
             x = jax.ShapeDtypeStruct(
                 (size * 2, 8), jnp.float32, sharding=jax.NamedSharding(mesh, P("x"))
             )
-            run = functools.partial(RINGS[name], ring.Ring("x", transport.get("xla")))
+            run = functools.partial(RINGS[name], ring.Ring("x", transport.TRANSPORTS["xla"]))
             mapped = jax.shard_map(run, in_specs=P("x"), out_specs=P("x"))
             return len(re.findall(r"= (?:scan|while)\[", str(jax.make_jaxpr(mapped)(x))))
 
@@ -201,7 +201,7 @@ def test_both_directions_bring_every_block(size, unroll):
 
         blocks, seen = ({"k": x, "v": -x}, x), cast_to_varying(jnp.zeros((size, 2), x.dtype), {"x"})
         blocks, seen = ring.staggered_loop(
-            ring.Ring("x", transport.get("xla"), unroll=unroll),
+            ring.Ring("x", transport.TRANSPORTS["xla"], unroll=unroll),
             blocks,
             seen,
             window,

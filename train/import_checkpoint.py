@@ -113,7 +113,8 @@ def _import(command: ImportCommand) -> None:
         require_local_folder(command.workdir, "--workdir")
     # The preset names paths in the workdir relative to itself; only an absolute one is never a part
     # of other text.
-    command = dataclasses.replace(command, workdir=command.workdir.absolute())
+    workdir = Path(os.path.expanduser(command.workdir)).absolute()
+    command = dataclasses.replace(command, workdir=workdir)
     _require_unused(command.workdir)
     from models.hugging_face import load_config
 

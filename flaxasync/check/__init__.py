@@ -1,9 +1,9 @@
 """Reads compiled programs without a TPU: what overlaps, what is exposed, and whether a buffer in
 flight is touched.
 
-This package imports nothing of flaxasync but the chip table and the order of devices, and no other
-part of flaxasync imports it. What needs JAX, the simulator or matplotlib is imported when it is
-first used.
+This package imports nothing of flaxasync but the chip table and the order of devices, and of the
+other parts of flaxasync only `verify` imports it. What needs JAX, the simulator or matplotlib is
+imported when it is first used.
 
 The text of a program
   parse                    reads HLO text

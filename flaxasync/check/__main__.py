@@ -14,11 +14,12 @@ import gc
 import importlib
 import os
 import sys
+from collections.abc import Sequence
 
 from flaxasync import check
 from flaxasync.check.auditing.audit import audit
 from flaxasync.check.auditing.findings import Severity
-from flaxasync.check.dump_folder import read_dump
+from flaxasync.check.dump_folder import read_dump, table
 from flaxasync.check.hlo.load import read_module
 from flaxasync.hardware import CHIPS, GPUS
 
@@ -58,7 +59,10 @@ def main(arguments: list[str] | None = None) -> int:
     )
     severities = [str(s) for s in Severity]
     parser.add_argument(
-        "--fail-on", choices=severities, help="the lowest severity that fails (default: error)"
+        "--fail-on",
+        choices=severities,
+        default="error",
+        help="the lowest severity that fails (default: error)",
     )
     parser.add_argument("--timeline", action="store_true", help="also print the estimated timeline")
     parser.add_argument("--trace", metavar="FILE", help="write the timeline as a Chrome trace")
@@ -73,15 +77,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--expect needs NAME=COUNT: got {', '.join(chosen.expect)}")
     try:
         if os.path.isdir(chosen.file):
-            others = ("json", "expect", "timeline", "trace", "picture")
-            if given := [f"--{name.replace('_', '-')}" for name in others if getattr(chosen, name)]:
-                parser.error(
-                    f"{chosen.file} is a folder, for which --chip and --fail-on are the only "
-                    f"options: got {', '.join(given)}; give one of its files to audit a program"
-                )
-            folder = read_dump(chosen.file, chip=chosen.chip)
-            print(folder)
-            return _status(folder.worst(), chosen.fail_on)
+            return _audit_folder(parser, chosen)
         module = read_module(chosen.file)
         report = audit(module, chip=chosen.chip, expect=expect)
         print(report.to_json() if chosen.json else report)
@@ -93,18 +89,35 @@ def main(arguments: list[str] | None = None) -> int:
                 check.save_trace(t, chosen.trace)
             if chosen.picture:
                 check.save_picture(t, chosen.picture)
-    except (OSError, ValueError) as error:  # HloError and UnicodeDecodeError are ValueErrors
+    except OSError as error:  # which names the file
+        print(error, file=sys.stderr)
+        return 2
+    except ValueError as error:
         print(f"{chosen.file}: {error}", file=sys.stderr)
         return 2
-    return _status(report.worst(), chosen.fail_on)
+    return _status([report.worst()], chosen.fail_on)
 
 
-def _status(worst: Severity | None, fail_on: str | None) -> int:
-    """Returns the exit status for the worst finding, where `fail_on` is the option, "error" by
-    default.
-    """
-    least = Severity[(fail_on or "error").upper()]
-    return int(worst is not None and worst >= least)
+def _audit_folder(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> int:
+    given = [
+        f"--{name}"
+        for name in ("json", "expect", "timeline", "trace", "picture")
+        if getattr(chosen, name)
+    ]
+    if given:
+        parser.error(
+            f"{chosen.file} is a folder, for which --chip and --fail-on are the only options: got "
+            f"{', '.join(given)}; give one of its files to audit a program"
+        )
+    programs = read_dump(chosen.file, chip=chosen.chip)
+    print(table(programs))
+    return _status([program.report.worst() for program in programs], chosen.fail_on)
+
+
+def _status(worst: Sequence[Severity | None], fail_on: str) -> int:
+    """Returns the exit status for the worst findings of some programs."""
+    least = Severity[fail_on.upper()]
+    return int(any(severity is not None and severity >= least for severity in worst))
 
 
 if __name__ == "__main__":

@@ -5,22 +5,23 @@ The program that runs, optimized and scheduled, is the one whose name ends in
 "after_optimizations.txt". The others are earlier stages, and reports about memory.
 """
 
-import dataclasses
 import os
 import pathlib
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from flaxasync.check.auditing.audit import audit
-from flaxasync.check.auditing.findings import Audit, Severity, time_text
+from flaxasync.check.auditing.findings import Audit, Severity
 from flaxasync.check.estimate.timeline import Timeline
 from flaxasync.check.hlo.load import read_module
 from flaxasync.check.timeline_of import timeline
+from flaxasync.check.units import time_text
 
 FINAL = "after_optimizations.txt"
 COMMAND = "XLA_FLAGS='--xla_dump_to={} --xla_dump_hlo_as_text' python your_program.py"
 
 
-@dataclasses.dataclass(frozen=True)
-class DumpedProgram:
+class DumpedProgram(NamedTuple):
     """One program of a folder."""
 
     file: pathlib.Path
@@ -39,34 +40,14 @@ class DumpedProgram:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class DumpedFolder:
-    """The programs of a folder, the longest first. `print` shows one row of each, and the audit of
-    the first.
-    """
-
-    programs: tuple[DumpedProgram, ...]
-
-    def worst(self) -> Severity | None:
-        """Returns the highest severity of all findings; None if there are none."""
-        severities = [program.report.worst() for program in self.programs]
-        return max((severity for severity in severities if severity is not None), default=None)
-
-    def __str__(self) -> str:
-        longest = self.programs[0]
-        lines = [f"read {len(self.programs)} files *{FINAL} (estimated on {longest.report.chip}):"]
-        lines.append(f"{'devices':>7} {'estimate':>9} {'exposed':>8} {'errors':>7}  file")
-        lines += [str(program) for program in self.programs]
-        lines += ["", f"{longest.file.name}, the longest:", str(longest.report)]
-        return "\n".join(lines)
-
-
-def read_dump(path: str | os.PathLike, *, chip: str | None = None) -> DumpedFolder:
-    """Reads and audits the final programs of a folder that XLA dumped.
+def read_dump(path: str | os.PathLike, *, chip: str | None = None) -> list[DumpedProgram]:
+    """Reads and audits the final programs of a folder that XLA dumped, and returns the longest
+    first.
 
     Args:
       path: The folder.
-      chip: The chip whose times are estimated; by default v5e.
+      chip: The chip whose times are estimated; by default v5e, or h100 for a program that was
+        compiled for GPUs.
 
     Raises:
       ValueError: There is no final program, or one cannot be read. The message names its file.
@@ -87,5 +68,14 @@ def read_dump(path: str | os.PathLike, *, chip: str | None = None) -> DumpedFold
         except ValueError as error:
             raise ValueError(f"{file.name}: {error}") from error
         programs.append(DumpedProgram(file, module.num_devices, report, time))
-    programs.sort(key=lambda program: -program.time.seconds)
-    return DumpedFolder(tuple(programs))
+    return sorted(programs, key=lambda program: -program.time.seconds)
+
+
+def table(programs: Sequence[DumpedProgram]) -> str:
+    """Returns one row of each program, and the audit of the longest."""
+    longest = programs[0]
+    lines = [f"read {len(programs)} files *{FINAL} (estimated on {longest.report.chip}):"]
+    lines.append(f"{'devices':>7} {'estimate':>9} {'exposed':>8} {'errors':>7}  file")
+    lines += map(str, programs)
+    lines += ["", f"{longest.file.name}, the longest:", str(longest.report)]
+    return "\n".join(lines)

@@ -31,41 +31,36 @@ class _OpenBlocks(threading.local):
 _open = _OpenBlocks()
 
 
-def to_stderr(line: str) -> None:
+def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
-def progress(
-    what: What, *, silent: float = SILENT_SECONDS, say: Callable[[str], None] = to_stderr
-) -> Iterator[None]:
-    """Says what the block does, and for how long, every `silent` seconds until it ends.
+def progress(what: What) -> Iterator[None]:
+    """Says what the block does, and for how long, every ten seconds until it ends.
 
     Args:
       what: What is under way, as "compiling for v5e:2x4"; or a function that returns it, for work
         that can say how far it has come. The function is called in another thread.
-      silent: The seconds from one line to the next, and to the first one.
-      say: Prints a line; by default on stderr.
 
-    A block within another one adds what it does to the lines of the outermost one, whose `silent`
-    and `say` count.
+    A block within another one adds what it does to the lines of the outermost one.
     """
     stack = _open.stack
     stack.append(what)
     try:
-        with _speaker(stack, silent, say) if len(stack) == 1 else contextlib.nullcontext():
+        with _speaker(stack) if len(stack) == 1 else contextlib.nullcontext():
             yield
     finally:
         stack.pop()
 
 
 @contextlib.contextmanager
-def _speaker(stack: list[What], silent: float, say: Callable[[str], None]) -> Iterator[None]:
+def _speaker(stack: list[What]) -> Iterator[None]:
     began = time.monotonic()
     ended = threading.Event()
 
     def speak() -> None:
-        while not ended.wait(silent):
+        while not ended.wait(SILENT_SECONDS):
             # each once
             doing = dict.fromkeys(one if isinstance(one, str) else one() for one in list(stack))
             say(f"flaxasync: {': '.join(doing)}, {time.monotonic() - began:.0f} s so far")

@@ -50,7 +50,7 @@ def save_trace(result: Timeline, path: str | os.PathLike[str]) -> None:
     """Writes a Chrome trace, the JSON that Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
     It has one process for each device, one thread for each lane, and times in microseconds. Its
-    metadata says what the times are based on.
+    metadata says what the times are based on. The folder of the file is made if it does not exist.
     """
     t = _checked(result)
     lanes: dict[tuple[int, str], int] = {}
@@ -84,10 +84,14 @@ def save_trace(result: Timeline, path: str | os.PathLike[str]) -> None:
         )
     about = {"basis": t.basis, "known_error": t.known_error, "notes": list(t.notes)}
     text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about})
-    pathlib.Path(path).write_text(text)
+    file = pathlib.Path(path)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
 
 
 def _checked(result: object) -> Timeline:
     if isinstance(result, Timeline):
         return result
-    raise ValueError(f"results must be what timeline or play returned: got {type(result).__name__}")
+    raise ValueError(
+        f"a result must be what timeline or play returned: got {type(result).__name__}"
+    )

@@ -86,7 +86,7 @@ def timeline(
         given |= products
     if isinstance(kernels, str):
         # imports numpy, which the estimate does not need
-        from flaxasync.check.player.kernels import kernel_times
+        from flaxasync.check.player.kernel_times import kernel_times
 
         assert isinstance(compiled, CompiledProgram)
         with progress(f"simulating the kernels of {module.name}"):
@@ -125,7 +125,7 @@ def _play_products(
             "compile_for(..., keep_dumps=an empty folder), or give products={name: seconds}"
         )
     # imports the simulator, which the estimate does not need
-    from flaxasync.check.player.products import product_times
+    from flaxasync.check.player.product_times import product_times
 
     with progress(f"simulating the products of {module.name}"):
         return product_times(compiled, module, compiled.dumps, say)

@@ -13,13 +13,14 @@ choose among them.
 | `rotate_heads` | rotary positions of heads that lie side by side |
 | `grouped_matmul` | rows that are sorted by expert, times the weights of their experts |
 | `grouped_weight_gradient` | the weight gradients of `grouped_matmul` |
-| `add_rows` | rows that are added to those of an array, or taken from it, by their numbers |
+| `add_rows` | rows that are added to those rows of an array which an index names |
 
 They share `engine`, and those with transfers are for use inside `jax.shard_map`, on local shards.
-The ops have checked the operands: float32 or bfloat16, all of one dtype, each batch in whole
-hardware tiles, on axes of two devices or more. Beside what its docstring names, a kernel refuses
-only tiles that exceed the chip's vector memory, with a ValueError. These arguments mean the same in
-each kernel:
+The ops have checked the operands: float32 or bfloat16, all of one dtype, or x and w of 8 bits with
+scales where a kernel takes those; each batch in whole hardware tiles; on axes of two devices or
+more, and of no more than the kernel has semaphores for. Beside what its docstring names, a kernel
+refuses only tiles that exceed the chip's vector memory, with a ValueError. These arguments mean the
+same in each kernel:
 
 ```
 tiles          the largest tiles of a product, of which the last may be partial; None: chosen

@@ -21,11 +21,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from flaxasync.kernels.engine.operands import (
-    DTYPES,
     LANES,
     Ref,
     Scalar,
-    largest_divisor,
+    check_dtype,
     output,
     sublanes,
 )
@@ -33,6 +32,7 @@ from flaxasync.kernels.engine.vector_memory import available, vmem_limit
 from flaxasync.mesh import UnsupportedError
 
 UNROLLED = 16  # rows that are added in one turn of a loop
+COLUMNS = 512  # of a step, at most
 
 
 def add_rows(values: Array, rows: Array, scale: Array, tiles: Array | int, *, n: int) -> Array:
@@ -82,24 +82,20 @@ def check_add_rows(caller: str, dtype: jnp.dtype, n: int, tile_rows: int, featur
     """Returns the columns of a step. Raises NotImplementedError if the kernel cannot serve operands
     like these.
     """
-    if dtype.name not in DTYPES:
-        raise UnsupportedError(
-            f"{caller} has kernels for {' and '.join(DTYPES)}: got {dtype.name}; cast the operands"
-        )
+    check_dtype(caller, dtype, remedy="cast the operands")
     unit = sublanes(dtype)
     if features % LANES or n % unit or tile_rows % LANES:
         raise UnsupportedError(
             f"{caller} needs features and rows of a tile in multiples of {LANES}, and rows in "
             f"multiples of {unit}: got {features}, {tile_rows} and {n}; pad them"
         )
-    columns = largest_divisor(features, 512, LANES)
-    while columns > LANES and _bytes(n, tile_rows, columns, dtype.itemsize) > available():
-        columns = largest_divisor(features, columns - LANES, LANES)
-    if _bytes(n, tile_rows, columns, dtype.itemsize) > available():
-        raise UnsupportedError(
-            f"{caller} has the sums of all rows in vector memory: got {n} rows; give it fewer"
-        )
-    return columns
+    for columns in range(COLUMNS, 0, -LANES):
+        fits = _bytes(n, tile_rows, columns, dtype.itemsize) <= available()
+        if features % columns == 0 and fits:
+            return columns
+    raise UnsupportedError(
+        f"{caller} has the sums of all rows in vector memory: got {n} rows; give it fewer"
+    )
 
 
 def _bytes(n: int, tile_rows: int, columns: int, itemsize: int) -> int:

@@ -46,7 +46,12 @@ from flaxasync.kernels.engine.operands import (
 from flaxasync.kernels.engine.ring import Ring, choose_directions, half_blocks
 from flaxasync.kernels.engine.slots import start_send, wait
 from flaxasync.kernels.engine.tiling import Tiling, remainder
-from flaxasync.kernels.engine.vector_memory import check_vmem, fitting, vmem_limit
+from flaxasync.kernels.engine.vector_memory import (
+    check_semaphores,
+    check_vmem,
+    fitting,
+    vmem_limit,
+)
 
 TILES = Tiles(1024, 1, 1024)  # of the result of an all-reduce; there is no k
 
@@ -61,6 +66,7 @@ def all_gather(
 
     Raises:
       ValueError: with two directions, the rows have no halves of whole hardware tiles.
+      NotImplementedError: there are more devices than semaphores.
     """
     caller = "all_gather"
     size = lax.axis_size(axis_name)
@@ -70,6 +76,7 @@ def all_gather(
     half_blocks(caller, "rows of x", m, unit, directions)  # raises if there are none
     ring = Ring(axis_name, size, directions)
     layout = BlockLayout.of(1, m, unit, directions)
+    check_semaphores(caller, size, directions * size)
 
     def body(x_ref: Ref, o_ref: Ref, semaphores: GatherSemaphores) -> None:
         gather = Gather(ring, layout, x_ref, o_ref, semaphores)
@@ -131,6 +138,7 @@ def all_reduce(
 
     Raises:
       ValueError: with two directions, the columns of a tile have no halves of whole hardware tiles.
+      NotImplementedError: there are more devices than semaphores.
     """
     caller = "all_reduce"
     size = lax.axis_size(axis_name)
@@ -141,6 +149,7 @@ def all_reduce(
     n = tile.n
     hops = size - 1
     halves = half_blocks(caller, "columns of a tile", n, LANES, ring.directions)
+    check_semaphores(caller, size, 3 * ring.directions * hops)
 
     def reduce(x_tile: Ref, scratch: AllReduceScratch, o_ref: Ref) -> None:
         """Puts this device's block of the sum over all devices into o_ref."""

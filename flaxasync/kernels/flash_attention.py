@@ -44,7 +44,7 @@ from flaxasync.kernels.attention_block import (
     Scores,
     Segments,
 )
-from flaxasync.kernels.engine.operands import LANES, DType, Ref, Scalar, largest_divisor
+from flaxasync.kernels.engine.operands import LANES, DType, Ref, Scalar, largest_divisor, output
 from flaxasync.kernels.engine.vector_memory import chip_in_use
 from flaxasync.kernels.flash_attention_grid import Grid, is_triangle
 from flaxasync.kernels.flash_attention_mask import (
@@ -122,8 +122,8 @@ class Flash:
         """
         grid = self._grid(scores, _heads(q, k, head_size), product, self.triangle_tiles[0])
         operands = [(q, grid.joined()), (k, grid.joined_keys()), (v, grid.joined_keys())]
-        log_sum = _like(q, (*grid.shape[:3], 1, q.shape[1]), jnp.float32)
-        results = [(_like(q, q.shape, q.dtype), grid.joined()), (log_sum, grid.statistics(1))]
+        log_sum = output((*grid.shape[:3], 1, q.shape[1]), q, dtype=jnp.float32)
+        results = [(output(q.shape, q), grid.joined()), (log_sum, grid.statistics(1))]
         sums = [(grid.q_tile, width) for width in (LANES, LANES, head_size)]
         return _call(
             FORWARD, scores, grid, operands, segments, product, [product], sums, results=results
@@ -186,10 +186,10 @@ class Flash:
         operands += [(do, grid.joined()), (out, grid.joined()), (log_sum_exp, grid.statistics(1))]
         sums = (grid.q_tile, head_size), (2, grid.k_rows, head_size), (2, grid.q_tile)
         if parts == 1:
-            of_keys = [jax.ShapeDtypeStruct.like(x) for x in (k, v)]
+            of_keys = [output(x.shape, x) for x in (k, v)]
         else:
-            of_keys = [_like(x, (parts, *x.shape), jnp.float32) for x in (k, v)]
-        results = [(jax.ShapeDtypeStruct.like(q), grid.joined())]
+            of_keys = [output((parts, *x.shape), x, dtype=jnp.float32) for x in (k, v)]
+        results = [(output(q.shape, q), grid.joined())]
         results += [(of_key, grid.joined_key_gradients()) for of_key in of_keys]
         dq, dk, dv = _call(
             BACKWARD, scores, grid, operands, segments, product, [product], sums, results=results
@@ -244,7 +244,7 @@ def _call(
         operands = [*operands, (of_queries, grid.ids_of_queries()), (of_keys, grid.ids_of_keys())]
     arrays, specs = zip(*operands, *updated, strict=True)
     shapes, result_specs = zip(
-        *results, *((jax.ShapeDtypeStruct.like(x), spec) for x, spec in updated), strict=True
+        *results, *((output(x.shape, x), spec) for x, spec in updated), strict=True
     )
     first = 1 + len(operands)  # operand 0 has the scalars
     return pl.pallas_call(
@@ -291,11 +291,6 @@ def _sum_of_parts(sums: Array, dtype: DType) -> Array:
     return jnp.sum(sums, axis=0).astype(dtype)
 
 
-def _like(x: Array, shape: tuple[int, ...], dtype: DType) -> jax.ShapeDtypeStruct:
-    """Returns the type of a result that varies over the mesh axes over which x varies."""
-    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(x).mat)
-
-
 def _forward_body(
     scores: Scores,
     grid: Grid,
@@ -311,8 +306,10 @@ def _forward_body(
     [q_tile, LANES]; the sum of the weights is kept as one partial sum in each lane.
     """
     if is_whole:
+        # the operands, the results, and scratch memory
         q_ref, k_ref, v_ref, *ids, out, log_sum, highest_ref, weights_ref, acc = refs
     else:
+        # the operands, those that are updated, these as results, and scratch memory
         q_ref, k_ref, v_ref, *ids, acc_in, stats_in, acc, stats, highest_ref, weights_ref = refs
     j = pl.program_id(4)
 

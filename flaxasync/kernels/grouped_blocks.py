@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array
 from jax.experimental import pallas as pl
 
-from flaxasync.kernels.engine.operands import DTYPES, LANES, Ref, Scalar, largest_divisor
+from flaxasync.kernels.engine.operands import LANES, Ref, Scalar, check_dtype, largest_divisor
 from flaxasync.kernels.engine.tiling import split
 from flaxasync.kernels.engine.vector_memory import available, chip_in_use
 from flaxasync.mesh import UnsupportedError
@@ -28,18 +28,15 @@ STEP_SECONDS = 0.3e-6  # what a step takes beside its products
 SUMS_RATE = 1e12  # elements in a second that are read, added and written
 
 
-def check_grouped(caller: str, dtype: jnp.dtype, tile_rows: int, *features: int) -> None:
+def check_grouped(caller: str, dtype: jnp.dtype, *features: int) -> None:
     """Raises NotImplementedError if the grouped kernels cannot serve operands of this dtype and of
     these features.
     """
-    if dtype.name not in DTYPES:
-        raise UnsupportedError(
-            f"{caller} has kernels for {' and '.join(DTYPES)}: got {dtype.name}; cast the operands"
-        )
-    for what, size in (("tile_rows", tile_rows), *(("features", size) for size in features)):
+    check_dtype(caller, dtype, remedy="cast the operands")
+    for size in features:
         if size % LANES:
             raise UnsupportedError(
-                f"{caller} needs {what} to be a multiple of {LANES}: got {size}; pad the operands"
+                f"{caller} needs features to be a multiple of {LANES}: got {size}; pad the operands"
             )
 
 

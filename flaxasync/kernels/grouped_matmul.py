@@ -43,6 +43,7 @@ from flaxasync.kernels.engine.operands import (
     aligned,
     largest_divisor,
     output,
+    sides_of_w,
     when,
 )
 from flaxasync.kernels.engine.slots import IncomingTiles, start_copy
@@ -53,7 +54,6 @@ from flaxasync.kernels.grouped_blocks import (
     Blocks,
     GroupStep,
     Problem,
-    check_grouped,
     outer_semantics,
 )
 
@@ -73,19 +73,19 @@ def grouped_matmul(
     sum of the products of each x with its w. See the head of this file.
 
     Args:
-      xs, ws, experts, tiles: The operands; all x have the same shape, and all w.
+      xs, ws, experts, tiles: The operands, as `check_grouped` says; all x have the same shape, and
+        all w.
       tile_rows: The rows of a tile, a multiple of 128.
       transposed: Whether each w is [E, N, K].
       epilogue: What to return instead of the products: its results [M, N].
       operands: The operands [M, N] of the epilogue.
 
     Raises:
-      NotImplementedError: The kernel cannot serve such operands.
+      NotImplementedError: No tile of so many rows fits into vector memory.
     """
     name = "grouped_sum" if len(xs) > 1 else "grouped_matmul"
     n = ws[0].shape[1 if transposed else 2]
     joined = len(ws) // len(xs)
-    check_grouped(name, xs[0].dtype, tile_rows, xs[0].shape[1], n)
     results = epilogue.results if epilogue else joined
     arrays = len(operands) + results
     problem = Problem.of(xs, ws, n, tile_rows, arrays)
@@ -195,18 +195,13 @@ class _Kernel:
                 of_group = 0
             self.multiply(at, given, ys, w_tiles, slot[0], sums.at[of_group])
 
-    @property
-    def count(self) -> int:
-        """Arrays w."""
-        return self.pairs * self.joined
-
     def scratch(self, dtype: jnp.dtype) -> list[Ref]:
         """Returns blocks of w for this group and the next one, the sums of a group, and the slot of
         this group's w.
         """
         blocks = self.blocks
         width = self.joined * blocks.width
-        shape = self._w_shape(blocks.k, width)
+        shape = sides_of_w(self.transposed, blocks.k, width)
         sums = (1, 1, 8, LANES)  # as small as can be
         if blocks.depth > 1:
             sums = (blocks.most, blocks.panels, blocks.rows, width)
@@ -237,10 +232,12 @@ class _Kernel:
         def start(panel: Scalar) -> None:
             slot = half * blocks.panels + panel
             columns = aligned(j * blocks.n + panel * blocks.width, blocks.width, LANES)
-            source = self._w_shape(aligned(k * blocks.k, blocks.k, LANES), columns)
+            rows = aligned(k * blocks.k, blocks.k, LANES)
+            source = sides_of_w(self.transposed, rows, columns)
             for number, w in enumerate(ws):
                 pair, part = divmod(number, self.joined)
-                place = self._w_shape(slice(None), pl.ds(part * blocks.width, blocks.width))
+                of_part = pl.ds(part * blocks.width, blocks.width)
+                place = sides_of_w(self.transposed, slice(None), of_part)
                 target = w_tiles.tiles.at[slot, pair, *place]
                 start_copy(w.at[expert, *source], target, w_tiles.sems.at[slot])
 
@@ -297,8 +294,3 @@ class _Kernel:
             product=product,
             finish=finish,
         )
-
-    def _w_shape[T](self, k: T, n: T) -> tuple[T, T]:
-        if self.transposed:
-            return (n, k)
-        return (k, n)

@@ -52,7 +52,6 @@ from flaxasync.kernels.engine.tiling import split
 from flaxasync.kernels.engine.vector_memory import available, chip_in_use, vmem_limit
 from flaxasync.kernels.grouped_blocks import (
     STEP_SECONDS,
-    check_grouped,
     divisors,
     imbalance,
     outer_semantics,
@@ -84,26 +83,25 @@ def grouped_weight_gradient(
     of this file.
 
     Args:
-      factors: The operands. All x have the same K, and all dy the same N.
+      factors: The operands, as `check_grouped` says. All x have the same K, and all dy the same N.
       expert_count: The number of experts, E.
       tile_rows: The rows of a tile, a multiple of 128.
       initial: What to add to, one float32 array [E, K, N] for each dy; the results take its memory.
         Zeros by default.
 
     Raises:
-      NotImplementedError: The kernel cannot serve such operands.
+      NotImplementedError: No tile of so many rows fits into vector memory.
     """
     x = factors[0].x
     k = x.shape[1]
     n = factors[0].dys[0].shape[1]
     count = len(factors[0].dys)
-    check_grouped("grouped_weight_gradient", x.dtype, tile_rows, k, n)
     blocks, vmem_bytes = _choose(factors, expert_count, tile_rows, initial)
     kernel = _Kernel(blocks, (k // blocks.k, n // blocks.n), expert_count, chip_in_use().cores)
     tiles = [Tile(one.x, list(one.dys)) for one in factors]
     factor_arrays = jax.tree.leaves(tiles)
     arrays = [*factor_arrays, *initial]
-    dw = output((expert_count, k, n), *arrays).update(dtype=jnp.float32)
+    dw = output((expert_count, k, n), *arrays, dtype=jnp.float32)
 
     def specs(row: int) -> Tile:
         """Returns the blocks of the factors whose tiles a row of the order names."""
@@ -289,23 +287,24 @@ def order_of_tiles(factors: Sequence[Factors]) -> Array:
     steps = sum(one.experts.size for one in factors)
     step = xp.arange(steps, dtype=np.int32)
     places = [_places(factors, number, steps) for number in range(len(factors))]
-    came = []
+    latest = []  # of each of `factors`, the last tile that has come at each step
     for place in places:
         count = xp.sum(place[None] <= step[:, None], axis=1, dtype=np.int32)
-        came.append(xp.maximum(count - 1, 0))
-    which = xp.zeros(steps, np.int32)
-    expert = factors[0].experts[came[0]]
+        latest.append(xp.maximum(count - 1, 0))
+    factor = xp.zeros(steps, np.int32)
+    expert = factors[0].experts[latest[0]]
     for number, one in enumerate(factors[1:], 1):
         here = xp.any(places[number][None] == step[:, None], axis=1)
-        which = xp.where(here, number, which)
-        expert = xp.where(here, one.experts[came[number]], expert)
+        factor = xp.where(here, number, factor)
+        expert = xp.where(here, one.experts[latest[number]], expert)
     changes = xp.cumsum(expert[1:] != expert[:-1], dtype=np.int32)
     live = step < sum(one.tiles for one in factors)
     is_later = live[None] & (expert[None] > expert[:, None])
+    # _NONE where no expert is later
     later = xp.min(xp.where(is_later, expert[None], _NONE), axis=1)
     following = xp.where(later == _NONE, expert[0], later)
     ranks = xp.concatenate([xp.zeros(1, np.int32), changes])
-    return xp.stack([expert, ranks, which, following, *came]).astype(np.int32)
+    return xp.stack([expert, ranks, factor, following, *latest]).astype(np.int32)
 
 
 def _places(factors: Sequence[Factors], number: int, steps: int) -> Array:

@@ -38,7 +38,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from flaxasync.kernels.engine import beside
-from flaxasync.kernels.engine.cores import CoreRows
+from flaxasync.kernels.engine.cores import CoreRows, call_on_cores
 from flaxasync.kernels.engine.matmul import MatmulScratch, MatmulTiles, Scales, laid_out_scales
 from flaxasync.kernels.engine.operands import (
     DType,
@@ -46,7 +46,6 @@ from flaxasync.kernels.engine.operands import (
     Ref,
     Scalar,
     Tiles,
-    in_hbm,
     output,
     sublanes,
     when,
@@ -54,10 +53,7 @@ from flaxasync.kernels.engine.operands import (
 from flaxasync.kernels.engine.ring import Acknowledgements, Ring
 from flaxasync.kernels.engine.slots import IncomingTiles, wait
 from flaxasync.kernels.engine.tiling import remainder, split
-from flaxasync.kernels.engine.vector_memory import (
-    available,
-    vmem_limit,
-)
+from flaxasync.kernels.engine.vector_memory import available
 from flaxasync.kernels.reduce_scatter_schedule import (
     CALLER,
     BlockOfRows,
@@ -195,7 +191,7 @@ def matmul_reduce_scatter(
             result=result,
         ),
         received=IncomingTiles.allocate(2, used.result, result),
-        recv_sem=pltpu.SemaphoreType.DMA((2, schedule.block)),
+        recv_sem=pltpu.SemaphoreType.DMA((2, schedule.tiles_of_block)),
         read=Acknowledgements(pltpu.SemaphoreType.REGULAR((ring.directions,))),
         scales=None if scales is None else Scales.allocate(2, used.rows.shape, used.columns.size),
         beside=more.scratch() if gradients else None,
@@ -216,26 +212,19 @@ def matmul_reduce_scatter(
     dws = [of_result(each.m, each.n) for each in padded]
     operands = ReduceScatterOperands(by_block, ws, laid_out, local)
     results = ReduceScatterResults(of_result(batch, m, n), of_result(2, batch, m, n), dws)
-    (made,) = pl.pallas_call(
+    made = call_on_cores(
         body,
-        grid=share.cores.grid,
-        out_shape=(results,),
-        in_specs=in_hbm((operands,)),
-        out_specs=in_hbm((results,)),
-        scratch_shapes=[scratch],
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=share.cores.semantics,
-            collective_id=collective_id,
-            vmem_limit_bytes=vmem_limit(vmem_bytes + more.vmem_bytes),
-        ),
-        cost_estimate=pl.CostEstimate(
-            flops=2 * batch * all_rows * sum(ks) * n + more.flops,
-            transcendentals=0,
-            bytes_accessed=streamed + sums_bytes + more.hbm_bytes,
-            remote_bytes_transferred=(size - 1) * block_bytes,
-        ),
+        operands,
+        results,
+        [scratch],
+        cores=share.cores,
+        collective_id=collective_id,
+        vmem_bytes=vmem_bytes + more.vmem_bytes,
+        flops=2 * batch * all_rows * sum(ks) * n + more.flops,
+        moved=streamed + sums_bytes + more.hbm_bytes,
+        sent=(size - 1) * block_bytes,
         name=CALLER,
-    )(operands)
+    )
     sums = zip(made.dws, gradients, strict=True)
     return made.y, *(dw[: each.x.shape[1], : each.y.shape[1]] for dw, each in sums)
 
@@ -260,7 +249,7 @@ class _Device:
             if self.beside is not None:
                 self.beside.finish()
             self.scratch.matmul.outgoing.finish(
-                self.schedule.size * self.schedule.block, self.wait_until_left
+                self.schedule.size * self.schedule.tiles_of_block, self.wait_until_left
             )
 
     def step(self, step: Scalar) -> None:
@@ -275,7 +264,7 @@ class _Device:
         more = step + 1 < schedule.grid.steps
         last = here.t == schedule.depth - 1
         # or else the neighbour sends the next sum only after it has this step's
-        ahead = schedule.block > 1
+        ahead = schedule.tiles_of_block > 1
 
         @pl.when(more)
         def _() -> None:
@@ -416,7 +405,7 @@ class _Device:
             when(own, self.tiles.on_result, here.i, here.j, store)
 
     def wait_until_left(self, number: Scalar) -> None:
-        i, j = split(remainder(number, self.schedule.block), self.tiles.columns.count)
+        i, j = split(remainder(number, self.schedule.tiles_of_block), self.tiles.columns.count)
         outgoing = self.scratch.matmul.outgoing
         self.tiles.wait_result(outgoing, outgoing.slot(number), i, j)
 

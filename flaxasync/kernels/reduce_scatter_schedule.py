@@ -60,7 +60,7 @@ class ReduceScatterSchedule:
         return self.tiles.contraction.count
 
     @property
-    def block(self) -> int:
+    def tiles_of_block(self) -> int:
         """Tiles of the result in a block."""
         return self.tiles.rows.count * self.tiles.columns.count
 
@@ -110,7 +110,7 @@ class ReduceScatterSchedule:
                 new_x = (j == 0) | (j == self.first_tiles)
             x_slot = remainder((hop * rows + i) * runs + run, 2)
         tile = i * columns + j
-        number = hop * self.block + tile
+        number = hop * self.tiles_of_block + tile
         return ReduceScatterStep(
             hop, i, j, t, tile, number, direction, new_x, new_w, x_slot, w_slot
         )
@@ -154,11 +154,11 @@ def plan_schedule(
         return need(outgoing, Tiles(rows.size, contraction.size, columns.size)) <= available()
 
     # Where vector memory is short, fewer tiles may be leaving, and then products are less deep.
-    contraction = Tiling.of(ks, asked.k)
-    choices = [(slots, contraction) for slots in range(OUTGOING, FEWEST_OUTGOING - 1, -1)]
-    while tiles is None and contraction.size > LANES:
-        contraction = Tiling.of(ks, contraction.size // 2)
-        choices.append((FEWEST_OUTGOING, contraction))
+    depths = Tiling.of(ks, asked.k)
+    choices = [(slots, depths) for slots in range(OUTGOING, FEWEST_OUTGOING - 1, -1)]
+    while tiles is None and depths.size > LANES:
+        depths = Tiling.of(ks, depths.size // 2)
+        choices.append((FEWEST_OUTGOING, depths))
     # where none fits, `check_vmem` raises for the smallest
     outgoing, contraction = next(filter(fits, choices), choices[-1])
     used = Tiles(rows.size, contraction.size, columns.size)
@@ -168,12 +168,12 @@ def plan_schedule(
     if rows.count * columns.count == 1:
         directions = 1
     schedule = ReduceScatterSchedule(size, matmul_tiles, directions, outgoing)
-    if 2 * schedule.block > SEMAPHORES:
+    if 2 * schedule.tiles_of_block > SEMAPHORES:
         raise UnsupportedError(
             f"{CALLER} has two semaphores for each tile of a block of rows, and a TPU has "
             f"{SEMAPHORES} for them: {block.batch * block.m} rows and n={block.n} in tiles of "
-            f"m={used.m}, n={used.n} are {schedule.block} tiles; use larger tiles, a loop over "
-            "columns of w, or backend='xla'"
+            f"m={used.m}, n={used.n} are {schedule.tiles_of_block} tiles; use a loop over columns "
+            "of w, or backend='xla'"
         )
     return schedule, vmem_bytes
 

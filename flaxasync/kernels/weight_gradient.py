@@ -47,7 +47,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from flaxasync.kernels.engine.cores import Cores
+from flaxasync.kernels.engine.cores import Cores, call_on_cores
 from flaxasync.kernels.engine.matmul import Scales, accumulate, dot, laid_out_scales, sums_dtype
 from flaxasync.kernels.engine.operands import (
     LANES,
@@ -57,17 +57,12 @@ from flaxasync.kernels.engine.operands import (
     Tiles,
     aligned,
     beginning,
-    in_hbm,
     output,
     when,
 )
 from flaxasync.kernels.engine.ring import Ring
 from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles, start_send, wait
-from flaxasync.kernels.engine.tiling import (
-    remainder,
-    split,
-)
-from flaxasync.kernels.engine.vector_memory import vmem_limit
+from flaxasync.kernels.engine.tiling import remainder, split
 from flaxasync.kernels.weight_gradient_schedule import (
     BUFFER_SETS,
     CALLER,
@@ -182,26 +177,19 @@ def gather_weight_gradient(
     dws = [output((k, n), x, *dys, dtype=result) for n in widths]
     operands = WeightGradientOperands(x_transposed, by_block, laid_out)
     results = WeightGradientResults(dws, output(receive_buffers, x, *dys))
-    (made,) = pl.pallas_call(
+    made = call_on_cores(
         body,
-        grid=on.grid,
-        out_shape=(results,),
-        in_specs=in_hbm((operands,)),
-        out_specs=in_hbm((results,)),
-        scratch_shapes=[scratch],
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=on.semantics,
-            collective_id=collective_id,
-            vmem_limit_bytes=vmem_limit(vmem_bytes),
-        ),
-        cost_estimate=pl.CostEstimate(
-            flops=2 * size * x.size * sum(widths),
-            transcendentals=0,
-            bytes_accessed=itemsize * streamed + k * sum(widths) * result.itemsize,
-            remote_bytes_transferred=(size - 1) * x.size * itemsize,
-        ),
+        operands,
+        results,
+        [scratch],
+        cores=on,
+        collective_id=collective_id,
+        vmem_bytes=vmem_bytes,
+        flops=2 * size * x.size * sum(widths),
+        moved=itemsize * streamed + k * sum(widths) * result.itemsize,
+        sent=(size - 1) * x.size * itemsize,
         name=CALLER,
-    )(operands)
+    )
     return tuple(made.dws)
 
 
@@ -244,6 +232,7 @@ class _Device:
 
         def begin(_: int, chunk: pl.Slice) -> None:
             for direction in self.ring.both:
+                # `when` computes its operands in hop 0, too
                 before = jnp.maximum(there.hop - 1, 0)
                 when(there.hop > 0, self._wait_for_hop, there, before, chunk, direction)
                 onward = (there.hop > 0) & (there.hop < self.schedule.size - 1)
@@ -251,14 +240,15 @@ class _Device:
                 when(onward, self._send, there, arrived, chunk, direction)
 
         schedule = self.schedule
-        ahead = self.schedule.size > 2
+        # whether the own block of the next chunk leaves in the last hop of this one
+        leaves_early = schedule.size > 2
         following = there._replace(
             chunk=there.chunk + 1, hop=0, buffers=remainder(there.chunk + 1, BUFFER_SETS)
         )
         with jax.named_scope("hop"):
             schedule.chunks.on_slice(there.chunk, begin)
-            when((there.hop == 0) & ((there.chunk == 0) | (not ahead)), self.send_own, there)
-            last = ahead & (there.hop == schedule.size - 1)
+            when((there.hop == 0) & ((there.chunk == 0) | (not leaves_early)), self.send_own, there)
+            last = leaves_early & (there.hop == schedule.size - 1)
             when(last & (following.chunk < schedule.chunks.count), self.send_own, following)
 
     def send_own(self, there: WeightGradientStep) -> None:

@@ -12,7 +12,7 @@ from flaxasync.kernels.engine.cores import Cores, cores_for
 from flaxasync.kernels.engine.matmul import Scales
 from flaxasync.kernels.engine.operands import LANES, Condition, DType, Scalar, Tiles, sublanes
 from flaxasync.kernels.engine.tiling import SUB_BLOCK, IterationGrid, RowTiling, Tiling, remainder
-from flaxasync.kernels.engine.vector_memory import available, check_vmem, matmul_bytes
+from flaxasync.kernels.engine.vector_memory import SEMAPHORES, available, check_vmem, matmul_bytes
 
 CALLER = "gather_weight_gradient"
 # columns of x, rows and columns of dy, at most, where no tiles are asked for
@@ -21,6 +21,8 @@ LARGE = Tiles(1536, 1024, 2560)  # the same where vector memory has room for the
 ACCUMULATORS = 32 * 2**20  # bytes of float32 sums, at most, where no tiles are asked for
 OUTGOING = 2  # slots for tiles of the result that leave
 BUFFER_SETS = 2  # sets of receive buffers
+# devices of a ring: of each other one a half-block arrives in each direction, in either set
+LARGEST_RING = 1 + SEMAPHORES // (2 * BUFFER_SETS)
 
 
 class WeightGradientStep(NamedTuple):

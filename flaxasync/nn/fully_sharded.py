@@ -29,19 +29,18 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from flaxasync.mesh import cast_to_varying, mesh_axis_size
 from flaxasync.nn.options import Configured, Settings
-from flaxasync.nn.placement import Entry, axes_of, axis_types, entries_of, put, spec_of
+from flaxasync.nn.placement import Entry, all_explicit, axes_of, entries_of, put, spec_of
 from flaxasync.ops.quantization import Operand, Quantization, Quantized, quantize
 from flaxasync.ops.saved import PARAMETER
 
 # How metadata of Flax say in which way a parameter is sharded; the second is an older name of the
 # first.
-_ANNOTATIONS = ("out_sharding", "sharding_names", "sharding_rules")
+ANNOTATIONS = ("out_sharding", "sharding_names", "sharding_rules")
 
 
 class StoredLayer(Configured):
@@ -85,8 +84,7 @@ def check_sharded(layer: str, name: str, parameter: jax.Array, spec: P) -> None:
             "inside nnx.scan or nnx.vmap"
         )
     mesh = jax.sharding.get_abstract_mesh()
-    types = axis_types()
-    if not types or any(kind != AxisType.Explicit for kind in types.values()):
+    if mesh.empty or not all_explicit():
         return  # `place` tells that there is no mesh
     typed = P(*jax.typeof(parameter).sharding.spec)
 
@@ -121,7 +119,7 @@ def stored_parameter(
     spec = stored_spec(layer, name, array.shape, needed, settings, annotation)
     if not given.get("eager_sharding", nnx.using_eager_sharding()):
         array = put(array, spec)
-    kept = {key: given[key] for key in given if key not in _ANNOTATIONS}
+    kept = {key: given[key] for key in given if key not in ANNOTATIONS}
     return nnx.Param(array, **kept, out_sharding=tuple(spec)), spec
 
 
@@ -131,7 +129,7 @@ def _mesh_axes(layer: str, name: str, metadata: Mapping[str, Any]) -> P | None:
     Logical names are resolved as Flax resolves them, by `sharding_rules` of the metadata and
     `nnx.logical_axis_rules`.
     """
-    annotations = {key: metadata[key] for key in _ANNOTATIONS if metadata.get(key)}
+    annotations = {key: metadata[key] for key in ANNOTATIONS if metadata.get(key)}
     if not annotations.keys() - {"sharding_rules"}:
         return None
     variable = nnx.Variable(
@@ -242,17 +240,18 @@ def gather(
             [name for name in axes_of(entry) if name != axis_name and name in held]
         )
     ]
+    # what one trip has quantised, a second one could not gather
+    in_8_bits = None
+    if len(trips) == 1:
+        in_8_bits = quantization
     for dim, axis in trips:
         with jax.named_scope("gather_parameter"):
             if axis in varying:
                 whole = cast_to_varying(whole, varying)
-                if len(trips) == 1:
-                    once = quantization
-                else:
-                    once = None
-                trip = _Trip(axis, dim, jnp.dtype(dtype), whole.dtype, once)
+                trip = _Trip(axis, dim, jnp.dtype(dtype), whole.dtype, in_8_bits)
                 whole = _gather(trip, whole)
-            else:  # the batch is the same on all devices of the axis, and so is the gradient
+            else:
+                # the batch is the same on all devices of the axis, and so is the gradient
                 whole = lax.all_gather(
                     whole.astype(dtype), axis, axis=dim, tiled=True, to="invarying"
                 )

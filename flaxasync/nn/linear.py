@@ -26,7 +26,14 @@ from flaxasync.nn.options import (
     settings_of,
 )
 from flaxasync.nn.out_sharding import OutSharding, layout_for, output_spec, shard_output
-from flaxasync.nn.placement import Layout, Placement, check_divides, check_output_layout, place
+from flaxasync.nn.placement import (
+    Layout,
+    Placement,
+    check_divides,
+    check_output_layout,
+    on_all_devices,
+    place,
+)
 from flaxasync.nn.shards import Call, Linear, Part
 from flaxasync.nn.uneven_shares import Shares
 
@@ -345,16 +352,16 @@ def multiply(
     `layout` is that of the rows of the output where the input features are split.
     """
     axis_name = settings.axis_name
+    size = on_all_devices(caller, axis_name, kernel.shape[dim])
     if dim == 1:
-        check_divides(caller, axis_name, out_features=kernel.shape[1])
-    shares = Shares.equal(kernel.shape[dim], mesh_axis_size(caller, axis_name))
-    if dim == 1:
+        check_divides(caller, axis_name, out_features=size)
+        features = kernel.shape[0]
         spec = P(None, axis_name)
     else:
+        features = size
         spec = P(axis_name, None)
     check_sharded(caller, "kernel", kernel, spec)
-    part = Part(spec, None, shares, dim)
-    features = kernel.shape[0]
+    part = Part(spec, None, Shares.equal(size, mesh_axis_size(caller, axis_name)), dim)
     apply, args = _mapped(caller, x, features, (kernel, None), settings, part, layout, pad=False)
     return apply(*args)
 

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
-from jax.sharding import AxisType
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
@@ -14,7 +13,7 @@ from flaxasync.mesh import cast_to_varying, mesh_axis_size
 from flaxasync.nn.embed import VocabParallelEmbed
 from flaxasync.nn.linear import ColumnParallelLinear, with_dtype
 from flaxasync.nn.options import Settings
-from flaxasync.nn.placement import axis_types, place, place_tokens
+from flaxasync.nn.placement import on_all_devices, place, place_tokens
 from flaxasync.nn.shards import Call, Linear, Part
 from flaxasync.nn.uneven_shares import Shares
 from flaxasync.ops.linear_cross_entropy import BlockLoss
@@ -157,8 +156,7 @@ def _parameters(
             f"{_NAME} takes a ColumnParallelLinear, a VocabParallelEmbed or a kernel: got "
             f"{type(output).__name__}; use softmax_cross_entropy(output(x), targets)"
         )
-    size = mesh_axis_size(_NAME, axis_name)
-    is_local = axis_types()[axis_name] == AxisType.Manual
-    shares = Shares.equal(output.shape[1] * (size if is_local else 1), size)
+    columns = on_all_devices(_NAME, axis_name, output.shape[1])
+    shares = Shares.equal(columns, mesh_axis_size(_NAME, axis_name))
     part = Part(shares.spec(axis_name, output.shape, 1), None, shares)
     return (output, None), part, Settings(axis_name=axis_name, dtype=dtype), output.shape[0]

@@ -116,6 +116,6 @@ def _is_one_op(columns: list[Linear], settings: Settings) -> bool:
     """
     return (
         all(bias is None for _, bias in columns)
-        and not shards.multiplies_locally(settings)
+        and not shards.needs_one_product(settings)
         and settings.preferred_element_type in (None, settings.dtype)
     )

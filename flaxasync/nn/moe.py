@@ -21,7 +21,7 @@ from flaxasync.nn.mlp import ParallelMLP
 from flaxasync.nn.options import ExpertOptions, Settings, settings_of
 from flaxasync.nn.out_sharding import OutSharding, output_spec, shard_output
 from flaxasync.nn.placement import check_divides, place
-from flaxasync.nn.router import RouterOptions, Routing, route, routing
+from flaxasync.nn.router import RouterOptions, Routing, route, routing_facts
 from flaxasync.nn.shards import Call, Linear, Part
 from flaxasync.nn.uneven_shares import Shares
 from flaxasync.ops.choose import if_available
@@ -245,7 +245,7 @@ def _apply(
     chosen = choice.ids.reshape(-1, call.k)
     factors = choice.weights.reshape(-1, call.k)
     count = rows.shape[0]
-    is_row = jnp.ones((count, 1), bool)
+    is_row = jnp.ones((count, 1), bool)  # False where `local_entries` pads
     if not call.rows_sharded:  # every device has all rows, and takes its part of them
         shares = Shares.equal(count, lax.axis_size(axis_name))
         rows, chosen, factors, is_row = (
@@ -256,13 +256,13 @@ def _apply(
     capacity = None
     if call.capacity_factor is not None:
         capacity = max(1, int(call.capacity_factor * rows.shape[0] * call.k / call.experts))
-    cast = [shards.cast(kernel, x, settings.dtype) for kernel, _ in kernels]
-    up, gate, down = cast if len(cast) == 3 else (cast[0], None, cast[1])
+    # in the order of `ParallelMoE.names`; there may be no gate
+    up, *gate, down = (shards.cast(kernel, x, settings.dtype) for kernel, _ in kernels)
     y = expert_mlp(
         rows,
         chosen,
         factors,
-        gate,
+        gate[0] if gate else None,
         up,
         down,
         axis_name,
@@ -277,9 +277,9 @@ def _apply(
     left_out = jnp.int32(0)
     if capacity is not None:
         left_out = dropped(jnp.where(is_row, chosen, -1), call.experts, capacity)
-        if not call.rows_sharded:  # `routing` sums over the axes of x alone
+        if not call.rows_sharded:  # `routing_facts` sums over the axes of x alone
             left_out = lax.psum(left_out, axis_name)
-    return y.reshape(x.shape), routing(logits, choice, left_out, jax.typeof(x).mat.varying)
+    return y.reshape(x.shape), routing_facts(logits, choice, left_out, jax.typeof(x).mat.varying)
 
 
 def _initial(init: Initializer, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:

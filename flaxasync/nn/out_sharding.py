@@ -5,10 +5,9 @@ was scattered before. Whatever else it asks for costs a resharding of the output
 """
 
 import jax
-from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from flaxasync.nn.placement import Layout, axis_types, entries_of, reshard
+from flaxasync.nn.placement import Layout, axis_types, constrain, entries_of
 
 type OutSharding = PartitionSpec | NamedSharding | None
 
@@ -51,7 +50,7 @@ def layout_for(spec: PartitionSpec | None, dims: int, axis_name: str, layout: La
     """
     if spec is None:
         return layout
-    entries = entries_of(spec, dims)
+    entries = entries_of(spec, max(dims, 2))  # the layer refuses fewer
     if axis_name in entries[-2]:
         return "sequence"
     is_named = any(axis_name in entry for entry in entries)
@@ -64,6 +63,4 @@ def shard_output(y: jax.Array, spec: PartitionSpec | None) -> jax.Array:
     """Returns the output of a layer, sharded as the spec says."""
     if spec is None:
         return y
-    if all(kind == AxisType.Explicit for kind in axis_types().values()):
-        return reshard(spec, y)
-    return lax.with_sharding_constraint(y, spec)
+    return constrain(y, spec)

@@ -108,7 +108,7 @@ class Placement:
             mapped: Callable = functools.partial(fn, static)
         else:
             types = axis_types()
-            if all(kind == AxisType.Explicit for kind in types.values()):
+            if all_explicit():
                 given = jax.tree.map(reshard, in_specs, args)
             axes = frozenset(name for name, kind in types.items() if kind != AxisType.Manual)
             if len(axes) == len(types):
@@ -166,25 +166,26 @@ def place(
         )
     entries = _entries(layer, x, in_spec, axis_name, x.ndim - 2, -2 if by_rows else -1, rows_axis)
     *batch, rows, last = entries
-    fits = not any(axis_name in entry for entry in batch)
     if by_rows:
-        fits = fits and not last and (axis_name not in rows or rows[-1] == axis_name)
+        # it is minor-most in the rows, so that what is gathered over it is in order
+        in_its_place = not last and (axis_name not in rows or rows[-1] == axis_name)
         needed = (
             f"whose rows (dimension -2) are sharded over {axis_name!r}, or are the same on all of "
             "its devices"
         )
     else:
+        # one device has all features: they count as split
         is_split = last == (axis_name,) or (size == 1 and not last)
-        fits = fits and axis_name not in rows and is_split
+        in_its_place = is_split and axis_name not in rows
         needed = f"whose features (dimension -1) are sharded over {axis_name!r}"
     if rows_axis is not None and not by_rows:
         if rows_axis not in rows and mesh_axis_size(layer, rows_axis) == 1:
             rows = (*rows, rows_axis)  # one device has all rows: they count as sharded
         needed = f"whose rows (dimension -2) are sharded over {rows_axis!r}, and {needed}"
-        fits = fits and rows_axis in rows
-        # before `fits` is judged: under Auto axes rows that do not divide were not sharded
+        in_its_place = in_its_place and rows_axis in rows
+        # before that is judged: under Auto axes rows that do not divide were not sharded
         check_divides(layer, rows_axis, rows=x.shape[-2])
-    if not fits:
+    if not in_its_place or any(axis_name in entry for entry in batch):
         raise ValueError(
             f"{layer} takes an input {needed}: got {spec_of(entries)}; reshard it with jax.reshard"
         )
@@ -388,7 +389,12 @@ def put(x: Any, spec: PartitionSpec) -> jax.Array:
     """
     if is_eager():
         return jax.device_put(x, jax.NamedSharding(jax.sharding.get_mesh(), spec))
-    if all(kind == AxisType.Explicit for kind in axis_types().values()):
+    return constrain(x, spec)
+
+
+def constrain(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """Returns an array of the program that is being traced, sharded as a spec says."""
+    if all_explicit():
         return reshard(spec, x)
     return lax.with_sharding_constraint(x, spec)
 
@@ -410,6 +416,21 @@ def axis_types() -> dict[str, AxisType]:
     """Returns the types of the axes of the ambient mesh by their names."""
     mesh = jax.sharding.get_abstract_mesh()
     return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+
+
+def all_explicit() -> bool:
+    """Says whether all axes of the ambient mesh are Explicit, as they are where none is set."""
+    return all(kind == AxisType.Explicit for kind in axis_types().values())
+
+
+def on_all_devices(layer: str, axis_name: str, size: int) -> int:
+    """Returns the size on all devices of a dimension of a parameter that an axis splits, of which an
+    enclosing shard_map gives this device a share.
+    """
+    devices = mesh_axis_size(layer, axis_name)
+    if axis_types()[axis_name] == AxisType.Manual:
+        return size * devices
+    return size
 
 
 def reshard(spec: PartitionSpec, args: PyTree) -> Any:

@@ -14,14 +14,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from flaxasync.mesh import check_tpu, mesh_axis_size
 from flaxasync.nn.fully_sharded import without_axis
-from flaxasync.nn.placement import axes_of
+from flaxasync.nn.placement import all_explicit, axes_of
 from flaxasync.nn.prefetched_scan import Leaves, Scan, run
 
 
@@ -95,7 +94,7 @@ def scan_with_prefetch(
         check_tpu(
             "scan_with_prefetch with backend='pallas'", "backend='xla', which runs on every device"
         )
-    if any(kind != AxisType.Explicit for kind in mesh.axis_types):
+    if not all_explicit():
         raise ValueError(
             "scan_with_prefetch reads from types how arrays are sharded: got a mesh with the axis "
             f"types {mesh.axis_types}; make all of them Explicit, or use nnx.scan"

@@ -30,7 +30,7 @@ while the layers run forward, and its gradients leave while the last layers run 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -187,6 +187,18 @@ def run(
     return _forward(dataclasses.replace(scan, policy=None), stacked, last, x, args, arrays)[0]
 
 
+class _Saved(NamedTuple):
+    """What the backward pass needs."""
+
+    stacked: Leaves
+    last: Leaves  # the parameters of what follows the layers
+    in_loop: list[Kept]  # of each turn of the loop's body, stacked over its iterations
+    after_loop: list[Kept]  # of the layers that come after the loop
+    pull: Any  # the VJP of `Scan.finish`; None without one
+    whole: Leaves  # the weights of the last layer
+    args: tuple[Array, ...]
+
+
 def _forward(
     scan: Scan,
     stacked: Leaves,
@@ -194,7 +206,7 @@ def _forward(
     x: Carried,
     args: tuple[Array, ...],
     arrays: tuple[Array, ...],
-) -> tuple[Any, tuple]:
+) -> tuple[Any, _Saved]:
     layers = stacked[0].shape[0]
 
     def turn(carry: tuple[Carried, Leaves], layer: Array) -> tuple[tuple[Carried, Leaves], Kept]:
@@ -213,7 +225,7 @@ def _forward(
             kept.append(of_layer)
         return carry, kept
 
-    def loop(x: Carried, first: Leaves) -> tuple[Carried, Leaves, Any]:
+    def loop(x: Carried, first: Leaves) -> tuple[Carried, Leaves, list[Kept], list[Kept]]:
         # The gradients of `finish` are large. So that they are gone when the loop begins backward,
         # one layer or more come after the loop, and they leave beside these.
         in_loop = layers if scan.finish is None else layers - 1
@@ -221,108 +233,116 @@ def _forward(
         # A loop of one body would be none for libtpu, which then fails at what is offloaded.
         if in_loop == scan.turns:
             in_loop = 0
-        carry, stacks = lax.scan(
+        carry, kept_in_loop = lax.scan(
             body, (x, first), jnp.arange(0, in_loop, scan.turns, dtype=jnp.int32)
         )
-        rest = []
+        kept_after_loop = []
         for layer in range(in_loop, layers):
             carry, of_layer = turn(carry, jnp.int32(layer))
-            rest.append(of_layer)
-        return (*carry, (stacks, rest))
+            kept_after_loop.append(of_layer)
+        return *carry, kept_in_loop, kept_after_loop
 
     first = scan.gather_layer(stacked, 0).done()
     if scan.finish is None:
-        y, whole, kept = loop(x, first)
-        return y, (stacked, last, kept, None, whole, args)
+        y, whole, in_loop, after_loop = loop(x, first)
+        return y, _Saved(stacked, last, in_loop, after_loop, None, whole, args)
     # the weights of `finish` set out once those of the first layer are there, and do not delay them
     first, shards = tie(first, last)
     travelling = scan.gather(shards, scan.finish_dims)
-    y, whole, kept = meanwhile([travelling], loop, x, first)
+    y, whole, in_loop, after_loop = meanwhile([travelling], loop, x, first)
     finish = scan.finish
     y, pull = jax.vjp(lambda whole, y: finish(whole, y, arrays), vary_like(travelling.done(), y), y)
-    return y, (stacked, last, kept, pull, whole, args)
+    return y, _Saved(stacked, last, in_loop, after_loop, pull, whole, args)
 
 
-def _backward(scan: Scan, saved: tuple, dy: PyTree) -> tuple[Leaves, Leaves, Carried, None, None]:
-    stacked, last, kept, pull, whole, args = saved
-    layers = stacked[0].shape[0]
+class _Going(NamedTuple):
+    """What goes back through the layers, to the turn of a layer."""
 
-    pull_layer = functools.partial(scan.backward, args)
+    dy: Carried
+    whole: Leaves  # the weights of that layer
+    waiting: Leaves  # the whole gradients of the layer after it, which set out in the turn
+    sums: Leaves  # the gradients of all layers
 
-    def turn(carry: tuple, layer: Array, kept: Kept) -> tuple:
-        dy, whole, gradients, sums = carry
+
+def _backward(scan: Scan, saved: _Saved, dy: PyTree) -> tuple[Leaves, Leaves, Carried, None, None]:
+    stacked = saved.stacked
+    layers = len(stacked[0])
+    pull_layer = functools.partial(scan.backward, saved.args)
+
+    def turn(going: _Going, layer: Array, kept: Kept) -> _Going:
         # nothing uses what the last turn gathers
         preceding = scan.gather_layer(stacked, jnp.maximum(layer - 1, 0))
         if scan.axis is None:  # gradients do not wait for the next turn
-            gradients, dy = pull_layer(whole, kept, dy)
-            sums = _write(sums, scan.reduce(stacked, gradients, scan.dims).done(), layer)
-            return dy, preceding.done(), (), sums
-        reduced = scan.reduce(stacked, gradients, scan.dims)
+            gradients, dy = pull_layer(going.whole, kept, going.dy)
+            reduced = scan.reduce(stacked, gradients, scan.dims)
+            sums = _write(going.sums, reduced.done(), layer)
+            return _Going(dy, preceding.done(), (), sums)
+        reduced = scan.reduce(stacked, going.waiting, scan.dims)
         gradients, dy = meanwhile(
-            [preceding, reduced], functools.partial(pull_layer, whole), kept, dy
+            [preceding, reduced], functools.partial(pull_layer, going.whole), kept, going.dy
         )
         # In the first turn no gradients are waiting. The zeros that are written then are replaced
         # in the second turn.
-        sums = _write(sums, reduced.done(), jnp.minimum(layer + 1, layers - 1))
-        return dy, preceding.done(), gradients, sums
+        sums = _write(going.sums, reduced.done(), jnp.minimum(layer + 1, layers - 1))
+        return _Going(dy, preceding.done(), gradients, sums)
 
-    def body(carry: tuple, step: tuple[Array, list[Kept]]) -> tuple[tuple, None]:
+    def body(going: _Going, step: tuple[Array, list[Kept]]) -> tuple[_Going, None]:
         layer, kept = step
         for n in reversed(range(scan.turns)):
-            carry = turn(carry, layer + n, kept[n])
-        return carry, None
+            going = turn(going, layer + n, kept[n])
+        return going, None
 
     dlast: Leaves = ()  # the gradients of `last`, as it is stored
     leaving: list[Transfers] = []  # one, where something follows the layers
-    if pull is not None:
-        whole_gradients, dy = pull(dy)
-        leaving.append(scan.reduce(last, whole_gradients, scan.finish_dims))
-    initial = _before_any_layer(scan, stacked, whole, dy)
-    stacks, rest = kept
-    in_loop = layers - len(rest)
+    if saved.pull is not None:
+        whole_gradients, dy = saved.pull(dy)
+        leaving = [scan.reduce(saved.last, whole_gradients, scan.finish_dims)]
+    initial = _before_any_layer(scan, saved, dy)
+    in_loop = layers - len(saved.after_loop)
 
-    def after_loop(dy: Carried) -> tuple:
-        carry = dy, whole, *initial
-        for n in reversed(range(len(rest))):
-            carry = turn(carry, jnp.int32(in_loop + n), rest[n])
-        return carry
+    def after_loop(dy: Carried) -> _Going:
+        going = initial._replace(dy=dy)
+        for n, kept in reversed(list(enumerate(saved.after_loop))):
+            going = turn(going, jnp.int32(in_loop + n), kept)
+        return going
 
-    carry = meanwhile(leaving, after_loop, dy)
+    going = meanwhile(leaving, after_loop, dy)
     if leaving:
         # the loop begins once the buffers of whole gradients, and of what arrived, are free
-        dlast, carry = tie(leaving[0].done(), carry)
-    firsts = jnp.arange(0, in_loop, scan.turns, dtype=jnp.int32)
-    (dx, _, gradients, sums), _ = lax.scan(body, carry, (firsts, stacks), reverse=True)
+        dlast, going = tie(leaving[0].done(), going)
+    steps = (jnp.arange(0, in_loop, scan.turns, dtype=jnp.int32), saved.in_loop)
+    going, _ = lax.scan(body, going, steps, reverse=True)
     if scan.axis is not None:
-        sums = _write(sums, scan.reduce(stacked, gradients, scan.dims).done(), 0)
-    return tuple(map(_sum_like, sums, stacked)), tuple(map(_sum_like, dlast, last)), dx, None, None
+        reduced = scan.reduce(stacked, going.waiting, scan.dims)
+        going = going._replace(sums=_write(going.sums, reduced.done(), 0))
+    return _summed(going.sums, stacked), _summed(dlast, saved.last), going.dy, None, None
 
 
 run.defvjp(_forward, _backward)
 
 
-def _before_any_layer(
-    scan: Scan, stacked: Leaves, whole: Leaves, dy: Carried
-) -> tuple[Leaves, Leaves]:
-    """Returns the whole gradients of no layer, and room for those of all layers, of which every one
-    is written.
+def _before_any_layer(scan: Scan, saved: _Saved, dy: Carried) -> _Going:
+    """Returns what goes into the last layer: the gradients of no layer are waiting, and there is
+    room for those of all layers, of which every one is written.
     """
+    whole = saved.whole
     waiting: Leaves = ()
     if scan.axis is not None:
         waiting = tuple(jnp.zeros_like(leaf) for leaf in vary_like(whole, dy))
     sums = tuple(
         vary_like(lax.empty(leaf.shape, leaf.dtype), leaf, () if at_once else dy)
-        for leaf, at_once in zip(stacked, map(scan.sums_at_once, whole), strict=True)
+        for leaf, at_once in zip(saved.stacked, map(scan.sums_at_once, whole), strict=True)
     )
-    return waiting, sums
+    return _Going(dy, whole, waiting, sums)
 
 
-def _sum_like(gradient: Array, leaf: Array) -> Array:
-    """Sums a gradient over the axes on whose devices a parameter is the same."""
-    axes = _missing(gradient, leaf)
-    if axes:
-        return lax.psum(gradient, axes)
-    return gradient
+def _summed(gradients: Leaves, leaves: Leaves) -> Leaves:
+    """Sums each gradient over the axes on whose devices its parameter is the same."""
+    summed = []
+    for gradient, leaf in zip(gradients, leaves, strict=True):
+        axes = _missing(gradient, leaf)
+        summed.append(lax.psum(gradient, axes) if axes else gradient)
+    return tuple(summed)
 
 
 def _missing(gradient: Array, leaf: Array) -> tuple[str, ...]:

@@ -106,7 +106,7 @@ def route(logits: Array, k: int, options: RouterOptions, bias: Array | None) -> 
     return Choice(ids, weights * options.scale, log_scores)
 
 
-def routing(logits: Array, choice: Choice, dropped: Array, axes: frozenset[str]) -> Routing:
+def routing_facts(logits: Array, choice: Choice, dropped: Array, axes: frozenset[str]) -> Routing:
     """Returns how the rows of this device and of all devices on `axes` were routed. Inside
     shard_map.
 

@@ -43,16 +43,8 @@ class Part:
 
     kernel: P
     bias: P | None
-    shares: Shares  # of dimension `dim` of the kernel
+    shares: Shares  # of dimension `dim` of the kernel, and of the bias where that is 1
     dim: int = 1
-
-    def take(self, linear: Linear, axis_name: str) -> Linear:
-        """Returns this device's share of a kernel, and of its bias where that is split as well."""
-        kernel, bias = linear
-        kernel = self.shares.take(kernel, axis_name, self.dim)
-        return kernel, bias if bias is None or self.dim == 0 else self.shares.take(
-            bias, axis_name, 0
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,11 +80,16 @@ class Call:
         settings = self.settings
         axis_name = settings.axis_name
         in_dtype = dtype or settings.dtype
-        quantization = settings.quantization if part.shares.whole else None
+        quantization = None
+        if part.shares.whole:
+            quantization = settings.quantization
         kernel = fully_sharded.gather(kernel, part.kernel, x, axis_name, in_dtype, quantization)
         if bias is not None:
             bias = fully_sharded.gather(bias, part.bias, x, axis_name, in_dtype)
-        return part.take((kernel, bias), axis_name)
+        kernel = part.shares.take(kernel, axis_name, part.dim)
+        if bias is not None and part.dim == 1:
+            bias = part.shares.take(bias, axis_name, 0)
+        return kernel, bias
 
 
 def column(
@@ -129,8 +126,10 @@ def column_product(
     """Returns the function (x, kernels) -> products that `column` applies: an op, or the products
     of one device.
     """
-    if multiplies_locally(settings) or not rows_sharded:
-        return functools.partial(_multiply_locally, settings, rows_sharded)
+    if needs_one_product(settings):
+        return functools.partial(_gather_and_multiply, settings, rows_sharded)
+    if not rows_sharded:
+        return functools.partial(_multiply_all_rows, settings)
     return functools.partial(
         all_gather_matmul,
         axis_name=settings.axis_name,
@@ -143,7 +142,7 @@ def row_product(settings: Settings, *, rows_sharded: bool) -> Callable[[Array, O
     """Returns the function (x, kernel) -> product that `row` applies: an op, or a product and a
     sum.
     """
-    if multiplies_locally(settings):
+    if needs_one_product(settings):
         return functools.partial(_multiply_and_sum, settings, rows_sharded)
     if rows_sharded:
         op = matmul_reduce_scatter
@@ -164,13 +163,16 @@ def cast(parameter: Operand, x: Array, dtype: DTypeLike | None) -> Any:
     return parameter.astype(dtype)
 
 
-def _multiply_locally(
+def _multiply_all_rows(settings: Settings, x: Array, kernels: tuple[Operand, ...]) -> list[Array]:
+    """Returns the products of rows that every device has."""
+    choose.check_backend("all_gather_matmul", settings.backend)
+    return [_local_product(x, kernel, settings) for kernel in kernels]
+
+
+def _gather_and_multiply(
     settings: Settings, rows_sharded: bool, x: Array, kernels: tuple[Operand, ...]
 ) -> list[Array]:
     """Returns the products of all rows, which are gathered first if they are sharded."""
-    if not multiplies_locally(settings):
-        choose.check_backend("all_gather_matmul", settings.backend)
-        return [_local_product(x, kernel, settings) for kernel in kernels]
     rows = x
     if rows_sharded:
         rows = lax.all_gather(x, settings.axis_name, axis=x.ndim - 2, tiled=True)
@@ -213,7 +215,7 @@ def _multiply(x: Array, kernel: Operand, settings: Settings) -> Array:
     return y
 
 
-def multiplies_locally(settings: Settings) -> bool:
+def needs_one_product(settings: Settings) -> bool:
     """Says whether one product of all rows is needed: by the caller's function, or in a dtype that
     the ops lack.
 
@@ -246,6 +248,6 @@ def finish(y: Array, bias: Array | None, settings: Settings) -> Array:
     if bias is not None:
         of_features = cast(bias, y, settings.dtype).astype(y.dtype)
         biased = y + lax.broadcast_to_rank(of_features, y.ndim)
-    if multiplies_locally(settings):
+    if needs_one_product(settings):
         return biased
     return biased.astype(settings.preferred_element_type or settings.dtype)

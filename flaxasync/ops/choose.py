@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
+from jax import lax
 
 from flaxasync import hardware, mesh
 from flaxasync.hardware import Gpu
@@ -28,11 +29,11 @@ from flaxasync.transport import TRANSPORTS
 
 type Directions = Literal[1, 2] | None
 
-BACKENDS = ("none", "xla", "pallas", "stateful", "fused", "exchange")
-ON_EVERY_DEVICE = ("none", "xla")
-MATMULS = ("none", "xla", "pallas", "stateful", "fused")
+ON_EVERY_DEVICE = ("none", "xla", "exchange")  # others run on TPUs alone
 # what an op has that stands on `ring_gather` and `ring_reduce` alone
 RINGS = ("none", "xla", "pallas", "stateful")
+MATMULS = (*RINGS, "fused")
+BACKENDS = (*MATMULS, "exchange")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,8 +45,6 @@ class Support:
     default: str = "xla"
     on_gpus: str | None = None  # the default on GPUs, if it is another
     kernel: str | None = None  # the backend whose limits say whether the planned kernels can serve
-    # which backends run on devices other than TPUs, too
-    anywhere: tuple[str, ...] = ON_EVERY_DEVICE
 
 
 OPS: dict[str, Support] = {
@@ -57,9 +56,7 @@ OPS: dict[str, Support] = {
         ("none", "xla_gemm", "serial", "fused", "overlapped"), default="none", kernel="overlapped"
     ),
     # CPU devices share their cores: nothing is hidden by a ring.
-    "expert_mlp": Support(
-        (*RINGS, "exchange"), default="none", anywhere=(*ON_EVERY_DEVICE, "exchange")
-    ),
+    "expert_mlp": Support((*RINGS, "exchange"), default="none"),
     "ring_attention": Support(RINGS),
     # Nothing is computed beside the transfers of a lookup.
     "lookup_reduce_scatter": Support(RINGS, on_gpus="none"),
@@ -120,14 +117,11 @@ def decide(
         raise ValueError(f"{op} needs unroll to be 1 or more: got {unroll}")
     if requested is not None:
         _check_named(op, requested, check)
-    may_keep = False
-    if isinstance(ring, int) and ring > 1 and shapes:
-        gathered = ring * math.prod(shapes[0]) * (1 if quantization else itemsize)
-        may_keep = 0 < gathered <= gathered_bytes
+    may_keep = _fits(ring, shapes, 1 if quantization else itemsize, gathered_bytes)
     found = None
-    if requested is None or may_keep:
+    if requested is None or may_keep:  # a plan also says whether a named backend gains by keeping
         options["itemsize"] = itemsize
-        if op == "all_gather_matmul":
+        if gathered_bytes:
             options["gathered_bytes"] = gathered_bytes
         if quantization is not None:
             options["quantization"] = quantization
@@ -175,6 +169,24 @@ def check_mapped(op: str, operand: jax.Array) -> None:
         )
 
 
+def check_kernel(caller: str, instead: str) -> None:
+    """Raises UnsupportedError where the mesh is of other devices than TPUs, or `shard_map` leaves an
+    axis to XLA.
+    """
+    mesh.check_tpu(caller, instead)
+    if not mesh.all_axes_mapped():
+        raise UnsupportedError(
+            f"{caller} needs every mesh axis of more than one device to be mapped by shard_map: XLA "
+            "cannot partition a Pallas kernel; leave axis_names out of jax.shard_map, or use "
+            f"{instead}"
+        )
+
+
+def is_default(precision: lax.PrecisionLike) -> bool:
+    """Says whether a precision is the default one, with which kernels multiply."""
+    return precision in (None, lax.Precision.DEFAULT, "default")
+
+
 def cannot_serve(op: str, backend: str, limit: str, instead: str) -> UnsupportedError:
     """Returns the error for a backend that cannot serve a call.
 
@@ -197,7 +209,7 @@ def _check_named(op: str, requested: str, check: Callable[[str], None]) -> None:
                 f"{op} got backend={requested!r}: it must be one of {has}, or None to choose"
             )
         raise UnsupportedError(f"{op} has no {requested!r} backend: it has {has}; use {anywhere}")
-    if requested not in support.anywhere:
+    if requested not in ON_EVERY_DEVICE:
         mesh.check_tpu(f"{op} with backend={requested!r}", anywhere)
     check(requested)
 
@@ -226,6 +238,13 @@ def _plan(
         except UnsupportedError:
             options = options | {"kernels": False}
     return plan(op, *shapes, chip=chip, ring=ring, **options)
+
+
+def _fits(ring: int | tuple[int, int], shapes: Sequence[Shape], itemsize: int, limit: int) -> bool:
+    """Says whether all_gather(x) of the first shape is not empty, and no more than `limit` bytes."""
+    if not isinstance(ring, int) or ring == 1 or not shapes:
+        return False
+    return 0 < ring * math.prod(shapes[0]) * itemsize <= limit
 
 
 def _fastest(

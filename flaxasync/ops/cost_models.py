@@ -15,6 +15,7 @@ from flaxasync.ops.roofline import (
     Cost,
     Rates,
     Shape,
+    Trip,
     all_gather_matmul_costs,
     directions,
     hbm,
@@ -53,6 +54,10 @@ def ring_attention_costs(
     others wait for it.
     """
     b, s, h, d = q
+    layouts.check_sequence_layout("plan", layout)
+    layouts.check_sequence_rows("plan", layout, ring * s, ring)
+    if window is not None and window < 1:
+        raise ValueError(f"plan needs window to be 1 or more rows, or None: got {window}")
     sequence = layouts.Sequence(layout, Mask(causal, window), s, ring)
     hops = sequence.hops
     ways = directions(chip, ring)
@@ -79,10 +84,9 @@ def ring_attention_costs(
         if ring > 1:
             gathered += hop_seconds(chip, (ring - 1) * moved, directions(chip, ring))
     steps = len(passes) * (hops + 1)
-    overhead = {backend: steps * rates.step for backend, rates in ATTENTION.items()}
     return {
-        "xla": Cost(compute, exposed, steps, 2 * sent, overhead["xla"]),
-        "none": Cost(compute, gathered, steps, ring * sent, overhead["none"]),
+        "xla": Cost(compute, exposed, steps, ATTENTION["xla"].step, 2 * sent),
+        "none": Cost(compute, gathered, steps, ATTENTION["none"].step, ring * sent),
     }
 
 
@@ -107,8 +111,7 @@ def mesh_matmul_costs(
     w_bytes = k * n * itemsize
     o_bytes = m * n * itemsize
     whole_rhs = x * rhs_rows * n * itemsize
-    moved = m * k * itemsize + w_bytes + o_bytes
-    product = max(2 * m * k * n / (chip.flops * MESH.share), moved / hbm(chip))
+    product = Trip("local", 0, m, k, n, itemsize).seconds(chip, MESH, 1, w_bytes)
     # seconds: of a gather of all blocks of rhs, of hops that bring w alone, and of sums that are
     # reduced and added
     gathered = (x - 1) * hop_seconds(chip, rhs_rows * n * itemsize)
@@ -121,7 +124,7 @@ def mesh_matmul_costs(
         after += 3 * o_bytes / hbm(chip)
 
     def cost(waits: float, steps: int, held: int, cores: int = 1) -> Cost:
-        return Cost(cores * product, waits, steps, held, steps * MESH.step)
+        return Cost(cores * product, waits, steps, MESH.step, held)
 
     # "none" brings w by one permute on a square mesh, and gathers all blocks on another.
     costs = {"none": cost(gathered + after, 3, whole_rhs)}
@@ -163,6 +166,11 @@ def expert_mlp_costs(
     one sum. An exchange is among the backends where a capacity bounds what a device sends to
     another one to less than all of its rows.
     """
+    if split not in ("experts", "hidden") or (capacity is not None and capacity < 1):
+        raise ValueError(
+            "plan needs split to be 'experts' or 'hidden', and capacity to be 1 or more, or None: "
+            f"got {split!r} and {capacity}"
+        )
     *batch, features = x
     rows = math.prod(batch)
     experts, _, hidden = up
@@ -234,7 +242,7 @@ class _ExpertWork:
 
     def cost(self, compute: float, exposed: float, steps: int, beside: int) -> Cost:
         held = 2 * self.rows * self.row_bytes + 2 * self.elements * self.itemsize + beside
-        return Cost(compute, exposed, steps, held, steps * EXPERTS.step)
+        return Cost(compute, exposed, steps, EXPERTS.step, held)
 
 
 def _exchange_cost(work: _ExpertWork, ring: int, sent: int, passes: tuple[int, ...]) -> Cost:

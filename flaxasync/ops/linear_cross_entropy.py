@@ -28,6 +28,7 @@ Triton Kernels for LLM Training" (2024).
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +38,8 @@ from jaxtyping import Float, Int
 from flaxasync.mesh import cast_to_varying, vary_like
 from flaxasync.ops.matmul.products import accumulator_dtype, dot, weight_gradient
 from flaxasync.ops.vocabulary import LossOptions, cross_entropy
+
+type Gradients = tuple[Array, Array]  # of x and kernel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,34 +79,39 @@ def linear_cross_entropy(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sum(loss: BlockLoss, x: Array, kernel: Array, targets: Array, weights: Array) -> Array:
-    blocks = _Blocks.of(loss, x)
-    cast = kernel.astype(x.dtype)
-
-    def add(total: Array, block: tuple[Array, Array, Array]) -> tuple[Array, None]:
-        index, targets, weights = block
-        return total + _weighted(
-            loss, dot(blocks.rows(x, index), cast, loss.precision), targets, weights
-        ), None
-
-    with jax.named_scope("linear_cross_entropy"):
-        x = blocks.pad(x, -2)
-        return lax.scan(add, _zero(weights), blocks.of_all_devices(targets, weights))[0]
+    return _scan(loss, x, kernel, targets, weights, with_gradients=False)[0]
 
 
 def _sum_fwd(
     loss: BlockLoss, x: Array, kernel: Array, targets: Array, weights: Array
-) -> tuple[Array, tuple[Array, Array]]:
+) -> tuple[Array, Gradients]:
+    return _scan(loss, x, kernel, targets, weights, with_gradients=True)
+
+
+def _scan(
+    loss: BlockLoss,
+    x: Array,
+    kernel: Array,
+    targets: Array,
+    weights: Array,
+    *,
+    with_gradients: bool,
+) -> tuple[Array, Any]:
+    """Returns the sum, and its `Gradients` if they are wanted, else None."""
     blocks = _Blocks.of(loss, x)
     cast = kernel.astype(x.dtype)
     given = x.shape[-2]
 
-    type Sums = tuple[Array, Array, Array]
+    type Sums = tuple[Array, Gradients | None]
 
     def add(sums: Sums, block: tuple[Array, Array, Array]) -> tuple[Sums, None]:
-        total, dx, dkernel = sums
+        total, gradients = sums
         index, targets, weights = block
         rows = blocks.rows(x, index)
         scores = dot(rows, cast, loss.precision)
+        if gradients is None:
+            return (total + _weighted(loss, scores, targets, weights), None), None
+        dx, dkernel = gradients
         one, pull = jax.vjp(lambda scores: _weighted(loss, scores, targets, weights), scores)
         dscores = pull(jnp.ones_like(one))[0].astype(x.dtype)
         drows = dot(dscores, cast, loss.precision, transposed=True).astype(x.dtype)
@@ -112,19 +120,24 @@ def _sum_fwd(
                 drows, loss.axis_name, scatter_dimension=drows.ndim - 2, tiled=True
             )
         dx = lax.dynamic_update_slice_in_dim(dx, drows, index * blocks.length, dx.ndim - 2)
-        return (total + one, dx, dkernel + weight_gradient(rows, dscores, loss.precision)), None
+        added = (total + one, (dx, dkernel + weight_gradient(rows, dscores, loss.precision)))
+        return added, None
 
     with jax.named_scope("linear_cross_entropy"):
         x = blocks.pad(x, -2)
-        dkernel = vary_like(jnp.zeros(kernel.shape, accumulator_dtype(x)), kernel)
-        sums = _zero(weights), jnp.zeros_like(x), dkernel
-        (total, dx, dkernel), _ = lax.scan(add, sums, blocks.of_all_devices(targets, weights))
-    return total, (dx[..., :given, :], dkernel.astype(kernel.dtype))
+        zeros: Gradients | None = None
+        if with_gradients:
+            dkernel = vary_like(jnp.zeros(kernel.shape, accumulator_dtype(x)), kernel)
+            zeros = (jnp.zeros_like(x), dkernel)
+        sums = (vary_like(jnp.zeros((), weights.dtype), weights), zeros)
+        (total, found), _ = lax.scan(add, sums, blocks.of_all_devices(targets, weights))
+    if found is not None:
+        dx, dkernel = found
+        found = (dx[..., :given, :], dkernel.astype(kernel.dtype))
+    return total, found
 
 
-def _sum_bwd(
-    loss: BlockLoss, saved: tuple[Array, Array], dtotal: Array
-) -> tuple[Array, Array, None, None]:
+def _sum_bwd(loss: BlockLoss, saved: Gradients, dtotal: Array) -> tuple[Array, Array, None, None]:
     dx, dkernel = (
         (gradient.astype(dtotal.dtype) * dtotal).astype(gradient.dtype) for gradient in saved
     )
@@ -145,6 +158,7 @@ class _Blocks:
     """How the rows of a device are divided."""
 
     loss: BlockLoss
+    devices: int  # whose rows are in a block
     count: int
     # rows of this device in a block; the last block is filled with rows that weigh nothing
     length: int
@@ -159,7 +173,7 @@ class _Blocks:
         together = math.prod(x.shape[:-2]) * devices
         fewest = max(1, min(-(-rows * together // loss.block_rows), rows))
         count = next((count for count in range(fewest, 2 * fewest) if rows % count == 0), fewest)
-        return cls(loss, count, -(-rows // count))
+        return cls(loss, devices, count, -(-rows // count))
 
     def pad(self, x: Array, axis: int) -> Array:
         padding = [(0, 0, 0)] * x.ndim
@@ -179,16 +193,9 @@ class _Blocks:
         """
 
         def split(leaf: Array) -> Array:
-            if self.loss.rows_sharded:
-                devices = lax.axis_size(self.loss.axis_name)
-            else:
-                devices = 1
-            leaf = self.pad(leaf.reshape(*leaf.shape[:-1], devices, leaf.shape[-1] // devices), -1)
+            *batch, rows = leaf.shape
+            leaf = self.pad(leaf.reshape(*batch, self.devices, rows // self.devices), -1)
             leaf = jnp.moveaxis(leaf.reshape(*leaf.shape[:-1], self.count, self.length), -2, 0)
-            return leaf.reshape(*leaf.shape[:-2], devices * self.length)
+            return leaf.reshape(*leaf.shape[:-2], self.devices * self.length)
 
         return jnp.arange(self.count, dtype=jnp.int32), split(targets), split(weights)
-
-
-def _zero(weights: Array) -> Array:
-    return vary_like(jnp.zeros((), weights.dtype), weights)

@@ -24,7 +24,7 @@ from flaxasync.mesh import (
     mapped_axis_size,
     vary_like,
 )
-from flaxasync.ops.choose import Directions, cannot_serve, decide
+from flaxasync.ops.choose import Directions, cannot_serve, decide, is_default
 from flaxasync.ops.matmul.products import dot, weight_gradient
 from flaxasync.ops.matmul.ring import RingExecutor, uninitialised
 from flaxasync.ops.saved import PRODUCT
@@ -116,7 +116,7 @@ def mesh_matmul(
         reduce = name == "overlapped"
         try:
             if name != "none":
-                if precision not in (None, lax.Precision.DEFAULT, "default"):
+                if not is_default(precision):
                     limit = (
                         "multiplies with the matrix unit's default precision: got "
                         f"precision={precision}"
@@ -208,7 +208,7 @@ def _mesh_matmul_fwd(call: _Call, lhs: Array, rhs: Array) -> tuple[Array, tuple[
 def _mesh_matmul_bwd(call: _Call, saved: tuple[Array, Array], do: Array) -> tuple[Array, Array]:
     lhs, rhs = saved
     _, y = call.sizes
-    rows, columns = call.axis_names
+    _, columns = call.axis_names
     if rhs.shape[0] % y:
         return jax.vjp(functools.partial(_none, call), lhs, rhs)[1](do)
     typed = columns in jax.typeof(lhs).mat.varying
@@ -220,8 +220,11 @@ def _mesh_matmul_bwd(call: _Call, saved: tuple[Array, Array], do: Array) -> tupl
     block_rows = rhs.shape[0] // y
     # of the rows of rhs that this device sends, and whose sum it gets
     first = lax.axis_index(columns) * block_rows
-    around_column, around_row = (
-        decide("all_gather_matmul", "xla", ring=size) for size in call.sizes
+    # The devices of a mesh column lie along the axis of rows, those of a mesh row along that of
+    # columns.
+    column_ring, row_ring = (
+        decide("all_gather_matmul", "xla", ring=size).ring(name)
+        for name, size in zip(call.axis_names, call.sizes, strict=True)
     )
 
     def multiply(row: Index, count: int) -> Array:
@@ -236,14 +239,14 @@ def _mesh_matmul_bwd(call: _Call, saved: tuple[Array, Array], do: Array) -> tupl
 
     with jax.named_scope("mesh_matmul_drhs"):
         w = _permute(call, lax.dynamic_slice_in_dim(rhs, first, block_rows), to_columns=True)
-        dw = ring_reduce(around_column.ring(rows), block_rows, multiply, rhs.dtype)
+        dw = ring_reduce(column_ring, block_rows, multiply, rhs.dtype)
     with jax.named_scope("mesh_matmul_dlhs"):
         dw = _permute(call, dw, to_columns=False)
-        dlhs = ring_gather(around_column.ring(rows), w, uninitialised(lhs.shape, lhs), write)
+        dlhs = ring_gather(column_ring, w, uninitialised(lhs.shape, lhs), write)
         # the caller sums drhs over the mesh row
         if not typed or columns in jax.typeof(rhs).mat.varying:
             return dlhs, lax.dynamic_update_slice_in_dim(jnp.zeros_like(rhs), dw, first, axis=0)
-        _, drhs = RingExecutor(around_row.ring(columns)).gather(dw, (), keep=True)
+        _, drhs = RingExecutor(row_ring).gather(dw, (), keep=True)
         assert isinstance(drhs, Array)
         return dlhs, declare_invarying(drhs, {columns})
 

@@ -99,15 +99,21 @@ def plan(
       ValueError: There is no such op or chip; the ring has no devices; the op lacks an option; the
         shapes do not fit.
     """
-    name = _name_of(op)
+    name = str(getattr(op, "__name__", op))
     if isinstance(chip, Chip | Gpu):
         spec = chip
     else:
         spec = accelerator(chip)
     _check(name, spec, ring, shapes, options)
+    quantization = quantization_of(name, options.get("quantization"))
+    kinds: Collection[str] = ()
+    if quantization is not None:
+        options["quantization"] = quantization
+        kinds = quantization.kinds
     costs = MODELS[name](spec, ring, *shapes, **options)
     fitting = {backend: cost for backend, cost in costs.items() if cost.held < spec.hbm_bytes}
     candidates = fitting or costs
+    # of two that are equally fast the one that the costs have first
     ranked = sorted(candidates, key=lambda backend: candidates[backend].seconds)
     itemsize = options.get("itemsize", 2)
     where = f"{'x'.join(map(str, _sizes(ring)))} {spec.name}"
@@ -121,16 +127,15 @@ def plan(
     kept = costs[ranked[0]].kept
     if kept:
         reason += f"; it keeps the gathered x, {kept / 2**20:.0f} MiB, which spares its second trip"
-    reason += _intensity_in_words(name, spec, ring, itemsize, shapes)
-    quantization = quantization_of(name, options.get("quantization"))
-    kinds: Collection[str] = ()
-    if quantization is not None:
-        kinds = quantization.kinds
-    evidence = trust.Evidence("none")
-    need_verdicts = [backend for backend in costs if backend not in trust.PLAIN]
-    if need_verdicts:
-        evidence = trust.known(spec.name)
-    unverified = tuple(b for b in need_verdicts if trust.lacking(evidence, name, b, ring, kinds))
+    intensity = _intensity(name, ring, itemsize, *shapes)
+    reason += (
+        f"; its products have an arithmetic intensity of {intensity:.0f} flops a byte, where the "
+        f"balance of a {spec.name} is {spec.flops / spec.hbm_bandwidth:.0f}"
+    )
+    kernels = [backend for backend in costs if backend not in trust.PLAIN]
+    # several processes wait for each other when they ask
+    evidence = trust.known(spec.name) if kernels else trust.Evidence("none")
+    unverified = tuple(b for b in kernels if trust.lacking(evidence, name, b, ring, kinds))
     times: Mapping[str, float] = {}
     if options.get("backward", True) and quantization is None:  # as `verify` times calls
         call = trust.call_key(name, ring, shapes, itemsize)
@@ -140,12 +145,6 @@ def plan(
     # "none" if all that fit into memory are unverified
     trusted = min(allowed, key=expected.__getitem__, default="none")
     return Plan(name, ranked[0], reason, costs, trusted, unverified)
-
-
-def _name_of(op: str | Callable) -> str:
-    if isinstance(op, str):
-        return op
-    return getattr(op, "__name__", repr(op))
 
 
 def _expected(costs: Mapping[str, Cost], times: Mapping[str, float]) -> dict[str, float]:
@@ -254,20 +253,7 @@ def _misfit(op: str, ring: tuple[int, ...], x: Shape, *others: Shape) -> str | N
     return None
 
 
-def _intensity_in_words(
-    op: str, chip: Chip | Gpu, ring: int | tuple[int, int], itemsize: int, shapes: tuple[Shape, ...]
-) -> str:
-    blocks = 1  # of mesh_matmul, whose operands are those of one device
-    if not isinstance(ring, tuple):
-        blocks = ring
-    intensity = _intensity(op, blocks, itemsize, *shapes)
-    return (
-        f"; its products have an arithmetic intensity of {intensity:.0f} flops a byte, where the "
-        f"balance of a {chip.name} is {chip.flops / chip.hbm_bandwidth:.0f}"
-    )
-
-
-def _intensity(op: str, ring: int, itemsize: int, x: Shape, *others: Shape) -> float:
+def _intensity(op: str, ring: Any, itemsize: int, x: Shape, *others: Shape) -> float:
     """Returns the flops of a device's forward products for each byte of their operands and results.
 
     Those of attention are of all scores, without a mask.

@@ -328,7 +328,9 @@ def weight_operands(
         or not isinstance(travelled, Quantized)
         or kind != quantization.forward  # of which `travelled` has its values
     ):
-        return travelled if axis_name is not None else dequantize(travelled), whole
+        if axis_name is None:  # it is here, and travels no more
+            travelled = dequantize(travelled)
+        return travelled, whole
     of_rows = travelled.scales
     rows = tuple(range(whole[0].ndim - 1))
     if axis_name is not None:

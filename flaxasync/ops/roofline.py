@@ -4,7 +4,8 @@
 
 *compute* is the time of all products: each takes that of its FLOPs, or of its bytes in HBM,
 whichever is longer. *exposed* is the time of transfers that nothing hides. *overhead* is a little
-for each product. A backend has two constants, its `Rates`. Those of the collective matmuls are
+for each product. A backend has two constants, its `Rates`; `RESIDENT`, `ALL_REDUCED` and `LOOPLESS`
+say what XLA does, and `KEEPING_GAINS` when rows are kept. Those of the collective matmuls are
 fitted to the played times of docs/plan.md. Everything else is a figure of the chip
 (`flaxasync.hardware`), or says which bytes move.
 
@@ -31,7 +32,8 @@ from typing import Literal
 
 from flaxasync.hardware import Chip, Gpu
 from flaxasync.kernels.engine.operands import LANES
-from flaxasync.ops.quantization import Quantization, check_chip, quantization_of
+from flaxasync.kernels.weight_gradient_schedule import LARGEST_RING
+from flaxasync.ops.quantization import Quantization, check_chip
 
 type Shape = Sequence[int]
 
@@ -73,10 +75,14 @@ class Cost:
     compute: float  # seconds of work on the blocks
     exposed: float  # seconds during which a device waits for a transfer
     steps: int  # products of blocks
+    step: float  # seconds of each of them beside its FLOPs or bytes
     held: int  # bytes that the backend keeps in memory beside operands and results
-    overhead: float  # seconds of steps, beside their products
     # bytes that stay in memory from the forward to the backward pass beside the operands
     kept: int = 0
+
+    @property
+    def overhead(self) -> float:
+        return self.steps * self.step
 
     @property
     def parts(self) -> dict[str, float]:
@@ -181,7 +187,7 @@ def all_gather_matmul_costs(
     backward: bool = True,
     kernels: bool = True,
     gathered_bytes: int = 0,
-    quantization: Quantization | str | None = None,
+    quantization: Quantization | None = None,
 ) -> dict[str, Cost]:
     """Returns the cost of each backend for x [..., m, k] and each w [k, n] of one device.
 
@@ -224,7 +230,7 @@ def sum_of_products_costs(
     itemsize: int = 2,
     backward: bool = True,
     kernels: bool = True,
-    quantization: Quantization | str | None = None,
+    quantization: Quantization | None = None,
 ) -> dict[str, Cost]:
     """Returns the cost of each backend for all rows x [..., r, k] and w [k, n] of one device.
 
@@ -273,12 +279,11 @@ def attention_on_gpus(gpu: Gpu, batch: int, rows: int, features: int, *, causal:
 
 
 def _kinds(
-    op: str, chip: Chip | Gpu, quantization: Quantization | str | None
+    op: str, chip: Chip | Gpu, quantization: Quantization | None
 ) -> tuple[str | None, str | None, str | None]:
     """Returns the 8-bit types of the products of y, of dx and of dw; None for those that are not
     quantised.
     """
-    quantization = quantization_of(op, quantization)
     if isinstance(chip, Chip):
         check_chip(op, quantization, chip)
     if quantization is None:
@@ -287,13 +292,16 @@ def _kinds(
 
 
 def _costs(chip: Chip | Gpu, ring: int, trips: Sequence[Trip], kernels: bool) -> dict[str, Cost]:
-    """Predicts every backend of a collective matmul that can serve a call."""
+    """Predicts every backend of a collective matmul that can serve a call.
+
+    `plan` takes the first one of those that are equally fast.
+    """
     backends = ["none"]
     if ring > 1:
         backends.append("xla")
     if ring > 1 and isinstance(chip, Chip):
         backends.append("pallas")
-        if kernels and all(trip.kernels for trip in trips):
+        if kernels and ring <= LARGEST_RING and all(trip.kernels for trip in trips):
             backends.append("fused")
     return {backend: _cost(chip, ring, trips, backend) for backend in backends}
 
@@ -302,7 +310,7 @@ def _cost(chip: Chip | Gpu, ring: int, trips: Sequence[Trip], backend: str) -> C
     rates = _rates(chip, backend)
     is_resident, copy = _residence(chip, ring, trips[0], backend)
     compute = copy
-    exposed = transfers = block = 0.0
+    exposed = transfers = last_product = 0.0
     steps = held = 0
     for trip in trips:
         if trip.kind == "local":  # XLA does this
@@ -313,17 +321,10 @@ def _cost(chip: Chip | Gpu, ring: int, trips: Sequence[Trip], backend: str) -> C
         if is_resident and trip.kind != "dw":
             shared = 0
         products = _products(chip, ring, trip, backend, shared)
-        block = products / ring
+        last_product = products / ring  # seconds
         moved = _transfers(chip, ring, trip, backend)
-        hidden = 0.0
-        if backend == "fused":
-            hidden = products - block / directions(chip, ring) + ring * rates.step
-        elif backend != "none" and isinstance(chip, Chip):
-            hidden = (ring - 1) * block / 2
-        elif backend != "none":
-            hidden = (ring - 1) * (block + rates.step)
         compute += products
-        exposed += max(0.0, moved - hidden)
+        exposed += max(0.0, moved - _hidden(chip, ring, backend, products, rates.step))
         transfers += moved
         if backend == "none":
             steps += 1
@@ -331,15 +332,29 @@ def _cost(chip: Chip | Gpu, ring: int, trips: Sequence[Trip], backend: str) -> C
             steps += ring * trip.kernels
         else:
             steps += ring
-        slots = 4
+        slots = 4  # in each direction a block that is sent and one that arrives
         if backend in WHOLE:
             slots = ring
         if ring > 1:  # or the block is the operand itself
             held = max(held, slots * trip.sent)
     if backend == "xla" and ring == 2 and isinstance(chip, Chip):
         # Without a loop XLA hides every hop behind all products but the last one.
-        exposed = max(0.0, transfers - (compute - block))
-    return Cost(compute, exposed, steps, held, steps * rates.step)
+        exposed = max(0.0, transfers - (compute - last_product))
+    return Cost(compute, exposed, steps, rates.step, held)
+
+
+def _hidden(chip: Chip | Gpu, ring: int, backend: str, products: float, step: float) -> float:
+    """Returns the seconds of transfers that the products of a trip hide; see the head of this
+    file.
+    """
+    of_block = products / ring
+    if backend == "none":
+        return 0.0
+    if backend == "fused":
+        return products - of_block / directions(chip, ring) + ring * step
+    if isinstance(chip, Chip):
+        return (ring - 1) * of_block / 2
+    return (ring - 1) * (of_block + step)
 
 
 def _rates(chip: Chip | Gpu, backend: str) -> Rates:

@@ -8,7 +8,7 @@ process 0 says.
 
 A ring of two devices does not show whether a kernel tells its directions apart, so its verdicts
 count for rings of two only, and longer rings need a verdict of a longer ring. On one device only
-attention, which sends nothing, has verdicts.
+attention and the products of experts, which send nothing, have verdicts.
 
 Where no TPU is attached, a mesh of TPUs is one of described devices: nothing runs there, and calls
 take what is predicted to be fastest, unless the variable is set. `trusting` says for a block of
@@ -44,6 +44,7 @@ FORMAT = 3  # of the file
 PASSED = "PASS"
 VARIABLE = "FLAXASYNC_VERIFIED"
 PLAIN = frozenset(("none", "xla", "reference"))  # backends that are made of XLA's own operations
+SEND_NOTHING = ("attention", "expert_products")  # ops whose kernels are alike on every ring
 SOURCES = ("kernels/**/*.py", "ops/**/*.py", "transport/**/*.py", "ring.py")
 COMMAND = "python -m flaxasync.verify"
 
@@ -146,7 +147,7 @@ def key(op: str, backend: str, ring: Axes, kind: str | None = None) -> str:
 
     The kind is "int8" or "fp8" for products in 8 bits.
     """
-    if op in ("attention", "expert_products"):
+    if op in SEND_NOTHING:
         return f"{op}/{backend}"
     if isinstance(ring, tuple):
         size = max(ring)
@@ -225,17 +226,18 @@ def announce(
     *,
     kinds: Collection[str] = (),
     faster: float | None = None,
+    naming: str = "naming it",
 ) -> None:
     """Logs once that a call takes `taken`, because `wanted`, which is `faster` times as fast, is
-    not trusted.
+    not trusted. `naming` says how a caller asks for it.
     """
     evidence = known(chip)
     missing = lacking(evidence, op, wanted, ring, kinds) or key(op, wanted, ring)
-    advice = "Naming it, or"
+    advice = ""
     if evidence.rule == "stored":
         found = evidence.verdict(missing) or "not verified"
         why = f"was {found} on {Machine.here(chip)} ({missing})"
-        advice = f"`{COMMAND}` verifies it; naming it, or"
+        advice = f"`{COMMAND}` verifies it; "
     elif os.environ.get(VARIABLE) == "none":
         why = f"{VARIABLE}=none excludes"
     else:
@@ -249,8 +251,8 @@ def announce(
             ". The file of process 0 counts, and the variable must be the same in every process"
         )
     say_once(
-        f"{op} takes {taken!r} and not {wanted!r}, which {why}{gain}. {advice} "
-        f"{VARIABLE}=all, takes it unverified{of_several}"
+        f"{op} takes {taken!r} and not {wanted!r}, which {why}{gain}. {advice}{VARIABLE}=all, or "
+        f"{naming}, takes it unverified{of_several}"
     )
 
 
@@ -289,7 +291,8 @@ def record(
         stored = _NOTHING
         if file.exists():
             stored = read(machine)
-        if _named_file() and file.exists() and stored is _NOTHING:
+        is_refused = file.exists() and stored is _NOTHING
+        if _named_file() and is_refused:
             say_once(f"{VARIABLE} names {file}, which is not replaced, and no verdicts are stored")
             return None
         content: dict[str, Any] = {"format": FORMAT, "machine": dataclasses.asdict(machine)}

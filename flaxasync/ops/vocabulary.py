@@ -256,11 +256,11 @@ def _cross_entropy_fwd(
             shares.append(
                 jnp.sum(below if exists is None else jnp.where(exists, below, 0), axis=-1)
             )
-        sum_exp, at_target, *sums = lax.psum(shares, axis_name)
+        sum_exp, at_target, *total = lax.psum(shares, axis_name)
         log_sum_exp = jnp.log(sum_exp)
         loss = log_sum_exp - (1 - options.label_smoothing) * at_target
-        for total in sums:
-            loss -= options.label_smoothing / count * total
+        if options.label_smoothing:
+            loss -= options.label_smoothing / count * total[0]
         if options.z_loss:
             loss += options.z_loss * (highest + log_sum_exp) ** 2
         loss = _per_target(loss, targets, count, options)

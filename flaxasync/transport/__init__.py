@@ -30,7 +30,6 @@ from flaxasync.transport.pair import done_kernel as done_kernel
 from flaxasync.transport.pair import start_kernel as start_kernel
 from flaxasync.transport.permute import TRANSPORTS as TRANSPORTS
 from flaxasync.transport.permute import PendingPermute as PendingPermute
-from flaxasync.transport.permute import get as get
 from flaxasync.transport.permute import ppermute as ppermute
 from flaxasync.transport.permute import ppermute_done as ppermute_done
 from flaxasync.transport.permute import ppermute_start as ppermute_start

@@ -33,8 +33,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
+from flaxasync.kernels.engine.ring import enter
+from flaxasync.kernels.engine.slots import start_copy, start_send, wait
 from flaxasync.mesh import device_at
 from flaxasync.transport.pair import Pair, Ref, Scalar, Semaphore
 
@@ -111,25 +112,27 @@ def _pair(
             return min(hop, size - hop)
 
         others = sorted(range(1, size), key=distance)  # the nearest first; see above
-        barrier = pltpu.get_barrier_semaphore(f"flaxasync.{name} {axis_name}")
-        with jax.named_scope("enter"):
-            for hop in others:
-                pl.semaphore_signal(barrier, device_id=device_at(axis_name, hop))
-            pl.semaphore_wait(barrier, size - 1)
+        enter(f"{name} {axis_name}", map(functools.partial(device_at, axis_name), others), None)
         with jax.named_scope("send"):
             for hop in others:
                 there = device_at(axis_name, hop)
                 block = source(x_ref, there[axis_name])
-                pltpu.make_async_remote_copy(
-                    block, target(y_ref, me), send_sem, recv_sem, device_id=there
-                ).start()
-            pltpu.make_async_copy(source(x_ref, me), target(y_ref, me), recv_sem).start()
+                start_send(block, target(y_ref, me), send_sem, recv_sem, there)
+            start_copy(source(x_ref, me), target(y_ref, me), recv_sem)
 
     def done_body(x_ref: Ref, y_ref: Ref, send_sem: Semaphore, recv_sem: Semaphore) -> None:
         sent = target(y_ref, 0)  # of the size of each block that was sent
         with jax.named_scope("wait"):
             for _ in range(size - 1):
-                pltpu.make_async_copy(sent, sent, send_sem).wait()
-            pltpu.make_async_copy(y_ref, y_ref, recv_sem).wait()
+                wait(sent, send_sem)
+            wait(y_ref, recv_sem)
 
-    return Pair(name, start_body, done_body, out=out, semaphores=2, remote=True)
+    return Pair(
+        name,
+        start_body,
+        done_body,
+        out=out,
+        semaphores=2,
+        remote=True,
+        instead="backend='xla'",
+    )

@@ -14,7 +14,7 @@ import jax
 from jax.experimental.pallas import tpu as pltpu
 
 from flaxasync.mesh import check_tpu
-from flaxasync.transport.pair import Future, Pair, Ref, Scalar, Semaphore
+from flaxasync.transport.pair import Future, Pair, Ref, Scalar, Semaphore, pair_of
 
 
 def copy_start(x: jax.Array, *, memory_space: Any = pltpu.HBM) -> tuple[jax.Array, Future]:
@@ -37,7 +37,7 @@ def copy_done(x: jax.Array, future: Future) -> jax.Array:
     Raises:
       ValueError: The future belongs to another start, or it was waited for before.
     """
-    return _pair_of(future, "copy").done(x, future)
+    return pair_of(future, "copy").done(x, future)
 
 
 def slice_start(x: jax.Array, index: Scalar) -> tuple[jax.Array, Future]:
@@ -65,19 +65,7 @@ def slice_done(x: jax.Array, future: Future) -> jax.Array:
     Raises:
       ValueError: The future belongs to another start, or it was waited for before.
     """
-    return _pair_of(future, "slice").done(x, future)
-
-
-def _pair_of(future: Future, name: str) -> Pair:
-    if not isinstance(future, Future) or future.pair.name != name:
-        if isinstance(future, Future):
-            got = future.pair.name
-        else:
-            got = type(future).__name__
-        raise ValueError(
-            f"{name}_done needs the future that {name}_start returned: got one of {got}"
-        )
-    return future.pair
+    return pair_of(future, "slice").done(x, future)
 
 
 @functools.cache
@@ -88,7 +76,14 @@ def _copy(memory_space: Any) -> Pair:
     def done_body(x_ref: Ref, y_ref: Ref, sem: Semaphore) -> None:
         pltpu.make_async_copy(x_ref, y_ref, sem).wait()
 
-    return Pair("copy", start_body, done_body, memory_space=memory_space, elementwise=True)
+    return Pair(
+        "copy",
+        start_body,
+        done_body,
+        memory_space=memory_space,
+        elementwise=True,
+        instead="x + 0",
+    )
 
 
 def _start_slice(index_ref: Ref, x_ref: Ref, y_ref: Ref, sem: Semaphore) -> None:
@@ -100,4 +95,10 @@ def _wait_slice(x_ref: Ref, y_ref: Ref, sem: Semaphore) -> None:
     pltpu.make_async_copy(x_ref.at[0], y_ref, sem).wait()
 
 
-_SLICE = Pair("slice", _start_slice, _wait_slice, out=lambda x: x[0])
+_SLICE = Pair(
+    "slice",
+    _start_slice,
+    _wait_slice,
+    out=lambda x: x[0],
+    instead="lax.dynamic_index_in_dim",
+)

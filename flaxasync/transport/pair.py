@@ -115,6 +115,7 @@ class Pair:
     remote: bool = False  # whether start_body sends to another device
     # whether the bodies move any x alike, to a y like it; `jax.vmap` moves a batch at once
     elementwise: bool = False
+    instead: str = ""  # what the caller can use for arrays that TPU DMAs cannot move
 
     def start(self, x: Arrays, *scalars: Scalar) -> tuple[Any, Future]:
         """Begins the transfer from x; the scalars are int32, for start_body.
@@ -127,16 +128,14 @@ class Pair:
           NotImplementedError: TPU DMAs cannot move arrays of this dtype or shape.
         """
         for leaf in jax.tree.leaves(x):
-            check_movable(self.name, leaf)
+            check_movable(f"{self.name}_start", leaf, self.instead)
         start = self._start
         count = self.semaphores
         if self.elementwise:
+            every = _all_batched(x)  # what is sent, and what arrives; semaphores have no batch
             start = custom_batching.custom_vmap(start)
             start.def_vmap(
-                lambda size, batched, x: (
-                    self._start(x),
-                    (*[_all_batched(x)] * 2, (False,) * count),
-                )
+                lambda size, batched, x: (self._start(x), (every, every, (False,) * count))
             )
         sent, buffer, semaphores = start(x, *scalars)
         return sent, Future(semaphores, buffer, self, tuple(map(Aval.of, jax.tree.leaves(x))))
@@ -295,20 +294,39 @@ def done_kernel(
     )(*placed, *semaphores)
 
 
-def check_movable(name: str, x: Any) -> None:
-    """Raises NotImplementedError for an array that TPU DMAs cannot move."""
+def check_movable(caller: str, x: Any, instead: str) -> None:
+    """Raises NotImplementedError for an array that TPU DMAs cannot move; `instead` is what the
+    caller can use for it, if there is something.
+    """
     dtype = jnp.dtype(x.dtype)
+    advice = ""
+    if instead:
+        advice = f", or use {instead}"
     kinds = jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.floating)
     if not kinds or dtype.itemsize > 4 or dtype == jnp.float16:
         raise UnsupportedError(
-            f"{name}: TPU DMAs move {_MOVED}: got {dtype}; cast or bitcast it before the call, or "
-            "use backend='xla'"
+            f"{caller}: TPU DMAs move {_MOVED}: got {dtype}; cast or bitcast it before the "
+            f"call{advice}"
         )
     if x.ndim == 0 or x.size == 0:
         raise UnsupportedError(
-            f"{name}: TPU DMAs move arrays of one dimension or more that are not empty: got "
-            f"{dtype}{list(x.shape)}; reshape it, or use backend='xla'"
+            f"{caller}: TPU DMAs move arrays of one dimension or more that are not empty: got "
+            f"{dtype}{list(x.shape)}; reshape it{advice}"
         )
+
+
+def pair_of(future: Any, name: str) -> Pair:
+    """Returns the pair of a future that a start of this name returned.
+
+    Raises:
+      ValueError: It is something else.
+    """
+    got = type(future).__name__
+    if isinstance(future, Future):
+        if future.pair.name == name:
+            return future.pair
+        got = f"one of {future.pair.name}"
+    raise ValueError(f"{name}_done needs the future that {name}_start returned: got {got}")
 
 
 def check_avals(caller: str, x: Arrays, needed: Sequence[Aval]) -> None:
@@ -336,8 +354,7 @@ def _all_batched(x: Arrays) -> Arrays:
     """Returns what `custom_vmap` is told of results of which each has the batch as its first
     dimension.
     """
-    leaves, structure = jax.tree.flatten(x)
-    return jax.tree.unflatten(structure, [True] * len(leaves))
+    return jax.tree.map(lambda _: True, x)
 
 
 def _check_first_wait(caller: str, future: Future) -> None:

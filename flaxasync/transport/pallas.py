@@ -23,10 +23,10 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import PyTree
 
+from flaxasync.kernels.engine.ring import enter as enter_kernel
+from flaxasync.kernels.engine.slots import start_send, wait
 from flaxasync.mesh import device_at
 from flaxasync.ring import Block, Update
 from flaxasync.transport import schedule
@@ -110,6 +110,7 @@ def permute(axis_name: str, shift: int, collective_id: int | None = None) -> Pai
         collective_id=collective_id,
         remote=True,
         elementwise=True,
+        instead="backend='xla'",
     )
 
 
@@ -119,14 +120,8 @@ def enter(axis_name: str, shift: int, collective_id: int | None = None) -> None:
     Each axis and shift has a barrier of its own. Otherwise a device that waits for its right
     neighbour could mistake a signal of its left neighbour for that of the right one.
     """
-    if collective_id is not None:
-        tag = None
-    else:
-        tag = f"flaxasync.ppermute {axis_name} {shift}"
-    barrier = pltpu.get_barrier_semaphore(tag)
-    with jax.named_scope("enter"):
-        pl.semaphore_signal(barrier, device_id=device_at(axis_name, -shift))
-        pl.semaphore_wait(barrier, 1)
+    senders = map(functools.partial(device_at, axis_name), [-shift])
+    enter_kernel(f"ppermute {axis_name} {shift}", senders, collective_id)
 
 
 def send(
@@ -136,9 +131,7 @@ def send(
     onward.
     """
     with jax.named_scope("send"):
-        pltpu.make_async_remote_copy(
-            x_ref, y_ref, send_sem, recv_sem, device_id=device_at(axis_name, shift)
-        ).start()
+        start_send(x_ref, y_ref, send_sem, recv_sem, device_at(axis_name, shift))
 
 
 def wait_sent_and_received(
@@ -148,5 +141,5 @@ def wait_sent_and_received(
     be read.
     """
     with jax.named_scope("wait"):
-        pltpu.make_async_copy(x_ref, x_ref, send_sem).wait()
-        pltpu.make_async_copy(y_ref, y_ref, recv_sem).wait()
+        wait(x_ref, send_sem)
+        wait(y_ref, recv_sem)

@@ -11,7 +11,7 @@ from jax import lax
 from flaxasync import mesh, ring
 from flaxasync.mesh import UnsupportedError, cast_to_varying, mapped_axis_size
 from flaxasync.transport import pallas
-from flaxasync.transport.pair import Aval, Future, check_avals
+from flaxasync.transport.pair import Aval, Future, check_avals, pair_of
 from flaxasync.transport.stateful import StatefulTransport
 from flaxasync.transport.xla import XlaTransport
 
@@ -41,25 +41,6 @@ class PendingPermute:
     @property
     def aval(self) -> Aval:
         return Aval.of(self.block)
-
-
-def get(backend: str, caller: str = "this") -> ring.Transport:
-    """Returns the transport of a backend's name.
-
-    Raises:
-      NotImplementedError: No transport has this name, or its kernels cannot run on the devices of
-        the enclosing mesh.
-    """
-    if backend not in TRANSPORTS:
-        raise UnsupportedError(
-            f"no transport for backend={backend!r}: it must be one of {sorted(TRANSPORTS)}; 'xla' "
-            "runs on every device"
-        )
-    if backend != "xla":
-        mesh.check_tpu(
-            f"{caller} with backend={backend!r}", "backend='xla', which runs on every device"
-        )
-    return TRANSPORTS[backend]
 
 
 def ppermute_start(
@@ -96,7 +77,15 @@ def ppermute_start(
       NotImplementedError: `backend` cannot run here, or cannot move such an array.
     """
     size = mapped_axis_size("ppermute_start", axis_name)
-    get(backend or "xla", "ppermute_start")
+    if backend is not None and backend not in TRANSPORTS:
+        raise UnsupportedError(
+            f"no transport for backend={backend!r}: it must be one of {sorted(TRANSPORTS)}; 'xla' "
+            "runs on every device"
+        )
+    if backend in ("pallas", "stateful"):
+        mesh.check_tpu(
+            f"ppermute_start with backend={backend!r}", "backend='xla', which runs on every device"
+        )
     if backend == "stateful":
         raise UnsupportedError(
             "ppermute_start with backend='stateful' has no Refs to work on; use "
@@ -115,16 +104,11 @@ def ppermute_done(x: jax.Array, future: PendingPermute | Future) -> jax.Array:
       x, future: The block that `ppermute_start` returned, and the future beside it.
 
     Raises:
-      ValueError: `future` is not a future, or belongs to a block of another shape, dtype or axis;
+      ValueError: `future` is of no permute, or belongs to a block of another shape, dtype or axis;
         or, with "pallas", it was waited for before.
     """
-    if not isinstance(future, PendingPermute | Future):
-        raise ValueError(
-            "ppermute_done needs the future that ppermute_start returned: got "
-            f"{type(future).__name__}"
-        )
-    if isinstance(future, Future):
-        return future.pair.done(x, future)
+    if not isinstance(future, PendingPermute):
+        return pair_of(future, "ppermute").done(x, future)
     check_avals("ppermute_done", x, [future.aval])
     permutation = ring.permutation(lax.axis_size(future.axis_name), future.shift)
     return lax.ppermute(future.block, future.axis_name, permutation)

@@ -26,9 +26,9 @@ and the done.
 """
 
 import jax
-from jax.experimental.pallas import tpu as pltpu
 
 from flaxasync import mesh
+from flaxasync.kernels.engine.slots import wait
 from flaxasync.transport import pair, pallas, stateful
 from flaxasync.transport.pair import Ref, Scalar, Semaphore
 from flaxasync.transport.stateful import Semaphores
@@ -73,7 +73,8 @@ def ppermute_start_slots(
             f"ppermute_start_slots needs slot to be 0 or 1: got {slot}; give it the parity of the "
             "hop"
         )
-    pair.check_movable("ppermute_slots", jax.ShapeDtypeStruct(slots_ref.shape[1:], slots_ref.dtype))
+    slot_type = jax.ShapeDtypeStruct(slots_ref.shape[1:], slots_ref.dtype)
+    pair.check_movable("ppermute_start_slots", slot_type, "ppermute_start with backend='xla'")
 
     def body(slot_ref: Ref, slots: Ref, send_sem: Semaphore, recv_sem: Semaphore) -> None:
         pallas.enter(axis_name, shift % size, collective_id)
@@ -108,8 +109,8 @@ def ppermute_done_slots(send_sem: Semaphore, recv_sem: Semaphore, slots_ref: Ref
     def body(slots: Ref, send_sem: Semaphore, recv_sem: Semaphore) -> None:
         # A wait takes only the number of bytes from its refs, and both slots have as many.
         with jax.named_scope("wait"):
-            pltpu.make_async_copy(slots.at[0], slots.at[0], send_sem).wait()
-            pltpu.make_async_copy(slots.at[0], slots.at[0], recv_sem).wait()
+            wait(slots.at[0], send_sem)
+            wait(slots.at[0], recv_sem)
 
     (slots_ref[...],) = pair.done_kernel(
         "ppermute_slots_done", body, (slots_ref[...],), (send_sem, recv_sem), returned=(0,)

@@ -64,7 +64,9 @@ def ppermute_start_stateful(
         "ppermute_start_stateful", "ppermute_start with backend='xla', which runs on every device"
     )
     _check_refs("ppermute_start_stateful", x_ref, y_ref)
-    pair.check_movable("ppermute_stateful", jax.typeof(x_ref[...]))
+    pair.check_movable(
+        "ppermute_start_stateful", jax.typeof(x_ref[...]), "ppermute_start with backend='xla'"
+    )
     start_body = pallas.permute(axis_name, shift % size, collective_id).start_body
     sems, (x_ref[...], y_ref[...]), _ = pair.start_kernel(
         "ppermute_stateful_start",

@@ -20,15 +20,15 @@ from flaxasync.check.tested_libtpu import installed_libtpu, untested
 from flaxasync.hardware import describe_unknown
 from flaxasync.ops import trust
 from flaxasync.verify.cases import Case, Facts, list_cases
-from flaxasync.verify.child import Serve, Setup, serve
+from flaxasync.verify.child import Setup
 from flaxasync.verify.supervisor import describe, run_cases
 from flaxasync.verify.verdict import CaseResult, Verdict, summarize
 
 FORMAT = 3  # of the JSON file
 
 
-def main(arguments: list[str] | None = None, *, serve: Serve = serve) -> int:
-    """Runs the command line and returns its exit status; `serve` is what a child process does."""
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command line and returns its exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m flaxasync.verify",
         description="Verifies every op on the devices of this machine.",
@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None, *, serve: Serve = serve) -> int:
     )
     add("--rehearse", metavar="TOPOLOGY", help=rehearse)
     chosen = parser.parse_args(arguments)
-    setup = Setup(rehearse=chosen.rehearse, serve=serve)
+    setup = Setup(rehearse=chosen.rehearse)
     only = [name for name in chosen.ops.split(",") if name]
     try:
         list_cases("cpu", 1, quick=True, only=only)  # a wrong name is reported
@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None, *, serve: Serve = serve) -> int:
         machine["devices"],
         quick=chosen.quick,
         only=only,
-        rehearse=machine["rehearsal"] is not None,
+        rehearse=setup.rehearse is not None,
     )
     results = verify(cases, machine, setup)
     print(summarize(results, machine))
@@ -71,10 +71,7 @@ def main(arguments: list[str] | None = None, *, serve: Serve = serve) -> int:
         print(f"the verdicts are in {stored}")
     if chosen.json:
         found = [dataclasses.asdict(result) for result in results]
-        content: Facts = {"format": FORMAT, "machine": machine}
-        if setup.rehearse:
-            content["rehearsal"] = setup.rehearse
-        content["results"] = found
+        content: Facts = {"format": FORMAT, "machine": machine, "results": found}
         pathlib.Path(chosen.json).write_text(json.dumps(content, indent=1) + "\n")
     if any(result.verdict is Verdict.NOT_RUN for result in results):
         return 2

@@ -31,7 +31,6 @@ MOVES = ("ppermute", "all_to_all", "prefetch")
 """Ops that only move data, which mean nothing on one device."""
 FORWARD_ONLY = ("all_to_all", "prefetch")
 """Ops that have no gradient, as layers have rules of their own; all others are verified with it."""
-SEND_NOTHING = ("attention", "expert_products")
 MATMULS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 RINGS = (*MATMULS, "ring_attention", "expert_mlp")
 # the backends of MATMULS that are verified in 8 bits, too: others only send the values
@@ -120,12 +119,12 @@ class Case:
     def verified(self) -> list[str]:
         """The names of `trust.key` under which the verdict is stored.
 
-        A case of one device sends nothing, and says nothing about a kernel that sends. A case of
+        On one device nothing travels, and a case says nothing about a kernel that sends. A case of
         ring attention says something about the kernel "flash", too, if TPUs multiply its blocks
         with it. Without a direction, ring attention takes one that the kernel can serve.
         """
         names = []
-        if self.is_kernel and (self.devices > 1 or self.op == "attention"):
+        if self.is_kernel and (self.devices > 1 or self.op in trust.SEND_NOTHING):
             names.append(trust.key(self.op, self.backend, self.mesh, self.quantization))
         if self.op == "ring_attention" and self.devices > 1:
             _, rows, _, head = self.shapes[0]
@@ -205,14 +204,15 @@ def unsupported(case: Case, platform: str) -> str | None:
     """Returns why a case cannot run on a machine, or None if the op itself finds out."""
     if case.devices == 1 and case.op in MOVES:
         return "needs several devices"
+    runs_anywhere = not case.is_kernel or case.backend in choose.ON_EVERY_DEVICE
     can_simulate = platform == "cpu" and not case.is_pair
-    if case.is_kernel and platform != "tpu" and not can_simulate:
-        return "needs TPUs"
-    return None
+    if platform == "tpu" or runs_anywhere or can_simulate:
+        return None
+    return "needs TPUs"
 
 
 def _case(op: str, backend: str, devices: int, size: Size) -> Case:
-    if op in SEND_NOTHING and size is SMALL:  # the simulator runs one device after the other
+    if op in trust.SEND_NOTHING and size is SMALL:  # the simulator runs one device after the other
         devices = 1
     mesh: tuple[int, ...] = (devices,)
     if op == "mesh_matmul":

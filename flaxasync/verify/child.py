@@ -36,30 +36,23 @@ class Setup:
     serve: "Serve" = dataclasses.field(default_factory=lambda: serve)  # what a child does
 
 
-@dataclasses.dataclass(frozen=True)
-class Request:
-    setup: Setup
-    cases: tuple[Case, ...]
-    log: str  # the file for what it prints
+type Serve = Callable[[Connection, Setup, tuple[Case, ...], str], None]
 
 
-type Serve = Callable[[Connection, Request], None]
-
-
-def serve(messages: Connection, request: Request) -> None:
-    """Serves one request, in a process of its own."""
-    begin(messages, request)
-    platform = request.setup.platform
-    if request.setup.rehearse:
+def serve(messages: Connection, setup: Setup, cases: tuple[Case, ...], log: str) -> None:
+    """Runs cases, in a process of its own, which prints to the file `log`."""
+    begin(messages, log)
+    platform = setup.platform
+    if setup.rehearse:
         platform = "cpu"
     if platform:
         jax.config.update("jax_platforms", platform)
     jax.config.update("jax_num_cpu_devices", CPU_DEVICES)
-    machine = describe_machine(request.setup.rehearse)
+    machine = describe_machine(setup.rehearse)
     messages.send(machine)
     if machine["processes"] > 1:
         return  # the parent says how to verify the chips of several machines
-    for case in request.cases:
+    for case in cases:
         messages.send(run(case, machine))
 
 
@@ -80,16 +73,16 @@ def run(case: Case, machine: Facts) -> CaseResult:
         return failed(case, error)
 
 
-def begin(messages: Connection, request: Request) -> None:
+def begin(messages: Connection, log: str) -> None:
     """Makes this process the first of a group, whose output goes to the log, and which ends with
     its parent.
 
     A child that outlived its parent would keep the chips.
     """
     os.setsid()
-    log = os.open(request.log, os.O_WRONLY | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+    printed = os.open(log, os.O_WRONLY | os.O_APPEND)
+    os.dup2(printed, 1)
+    os.dup2(printed, 2)
     os.environ[trust.VARIABLE] = "all"  # what is verified must not depend on what was
 
     def end_with_the_parent() -> None:

@@ -66,13 +66,14 @@ def _experts(case: Case, *operands: Array) -> Array:
 
 def _attention(case: Case, q: Array, k: Array, v: Array) -> Array:
     """Rotates heads, and attends; by kernels where the kernel is "flash"."""
-    tables = rotary_tables(q.shape[1], q.shape[3], jnp.float32)
-    rotates_in_kernel = None  # if it can
-    if not case.is_kernel:
-        rotates_in_kernel = False
-    q = rotate(q, tables, rotates_in_kernel)
-    k = rotate(k, tables, rotates_in_kernel)
+    q, k = _rotated(q, k, None if case.is_kernel else False)
     return fa.attention(q, k, v, kernel=case.backend)
+
+
+def _rotated(q: Array, k: Array, kernel: bool | None) -> tuple[Array, Array]:
+    """Rotates queries and keys, by a kernel or not; None for a kernel if that can."""
+    tables = rotary_tables(q.shape[1], q.shape[3], jnp.float32)
+    return rotate(q, tables, kernel), rotate(k, tables, kernel)
 
 
 def _all_to_all(case: Case, x: Array) -> Array:
@@ -104,10 +105,7 @@ def _causal_attention(q: Array, k: Array, v: Array) -> Array:
 
 
 def _rotated_attention(q: Array, k: Array, v: Array) -> Array:
-    tables = rotary_tables(q.shape[1], q.shape[3], jnp.float32)
-    q = rotate(q, tables, False)  # by no kernel
-    k = rotate(k, tables, False)
-    return _causal_attention(q, k, v)
+    return _causal_attention(*_rotated(q, k, False), v)
 
 
 def _all_experts(x: Array, ids: Array, weights: Array, *kernels: Array) -> Array:
@@ -115,8 +113,8 @@ def _all_experts(x: Array, ids: Array, weights: Array, *kernels: Array) -> Array
     x = x.astype(jnp.float32)
     weights = weights.astype(jnp.float32)
     y = jnp.zeros_like(x)
-    for expert in range(kernels[0].shape[0]):
-        gate, up, down = (kernel[expert].astype(jnp.float32) for kernel in kernels)
+    for expert, of_expert in enumerate(zip(*kernels, strict=True)):
+        gate, up, down = (kernel.astype(jnp.float32) for kernel in of_expert)
         share = jnp.sum(jnp.where(ids == expert, weights, 0), axis=-1, keepdims=True)
         y += share * ((jax.nn.silu(x @ gate) * (x @ up)) @ down)
     return y.astype(kernels[0].dtype)
@@ -157,7 +155,7 @@ class Form:
     formula: Callable[..., Array]  # of the global operands
 
 
-EXPERTS = Form("x ids weights gate up down", (FIRST,) * 6, FIRST, _experts, _all_experts)
+EXPERTS = ("expert_mlp", "expert_products")
 FORMS = {
     "all_gather_matmul": Form("x w", (SECOND, SECOND), THIRD, _ring, _product),
     "matmul_reduce_scatter": Form("x w", (THIRD, FIRST), SECOND, _ring, _product),
@@ -165,8 +163,10 @@ FORMS = {
     "mesh_matmul": Form("lhs rhs", (P(*AXES[2]), P("x")), P("x"), _mesh_matmul, _product),
     "ring_attention": Form("q k v", (SECOND,) * 3, SECOND, _ring, _causal_attention),
     "lookup_reduce_scatter": Form("ids table", (WHOLE, FIRST), SECOND, _lookup, _looked_up),
-    "expert_mlp": EXPERTS,
-    "expert_products": EXPERTS,
+    **dict.fromkeys(
+        EXPERTS,
+        Form("x ids weights gate up down", (FIRST,) * 6, FIRST, _experts, _all_experts),
+    ),
     "attention": Form("q k v", (FIRST,) * 3, FIRST, _attention, _rotated_attention),
     "ppermute": Form("x", (FIRST,), FIRST, _ring, _rolled),
     "all_to_all": Form("x", (FIRST,), SECOND, _all_to_all, _transposed_blocks),
@@ -190,12 +190,14 @@ def make_mesh(case: Case, devices: Sequence[jax.Device] | None = None) -> Mesh:
 
 
 def make_program(case: Case) -> Callable:
-    """Returns the jitted function (operands, dy) -> {"y": ..., "dx": ...} of a case.
+    """Returns the jitted function (*operands, dy) -> {"y": ..., "dx": ...} of a case.
 
     `dy` is the cotangent of the result. The mesh is that of the context in which the function is
     called, one of `make_mesh`.
     """
-    return _with_gradients(case, _global_op(case))
+    form = FORMS[case.op]
+    op = jax.shard_map(partial(form.op, case), in_specs=form.operands, out_specs=form.result)
+    return _with_gradients(case, op)
 
 
 def make_reference(case: Case) -> Callable:
@@ -208,7 +210,8 @@ def make_reference(case: Case) -> Callable:
 def _with_gradients(case: Case, op: Callable) -> Callable:
     names = FORMS[case.op].names.split()
 
-    def verified(operands: tuple, dy: Array) -> dict[str, Array]:
+    def verified(*arguments: Array) -> dict[str, Array]:
+        *operands, dy = arguments
         if case.op in FORWARD_ONLY:
             return {"y": op(*operands)}
         y, pull = jax.vjp(op, *operands)
@@ -221,56 +224,42 @@ def _with_gradients(case: Case, op: Callable) -> Callable:
     return jax.jit(verified)
 
 
-def abstract_arguments(
-    case: Case, mesh: Mesh
-) -> tuple[tuple[jax.ShapeDtypeStruct, ...], jax.ShapeDtypeStruct]:
+def abstract_arguments(case: Case, mesh: Mesh) -> list[jax.ShapeDtypeStruct]:
     """Returns the shapes, dtypes and shardings of the operands and of dy, on the ambient mesh."""
     form = FORMS[case.op]
     operands = []
-    for name, shape, spec in zip(
-        form.names.split(), _global_shapes(case), form.operands, strict=True
-    ):
-        dtype = case.dtype
-        if name == "ids":
-            dtype = "int32"
-        sharding = NamedSharding(mesh, spec)
-        operands.append(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding))
+    for number, (name, spec) in enumerate(zip(form.names.split(), form.operands, strict=True)):
+        # the last operands of attention have one shape
+        of_device = case.shapes[min(number, len(case.shapes) - 1)]
+        split = itertools.zip_longest(of_device, spec)
+        shape = tuple(length * mesh.shape.get(axis, 1) for length, axis in split)
+        dtype = "int32" if name == "ids" else case.dtype
+        operands.append(_abstract(shape, dtype, mesh, spec))
     shape = jax.eval_shape(form.formula, *operands).shape
-    dtype = operands[-1].dtype
-    dy = jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, form.result))
-    return tuple(operands), dy
+    return [*operands, _abstract(shape, case.dtype, mesh, form.result)]
 
 
-def random_arguments(case: Case, mesh: Mesh) -> tuple[tuple[Array, ...], Array]:
+def _abstract(shape: Shape, dtype: str, mesh: Mesh, spec: P) -> jax.ShapeDtypeStruct:
+    sharding = NamedSharding(mesh, spec)
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding)
+
+
+def random_arguments(case: Case, mesh: Mesh) -> list[Array]:
     """Returns random operands and a random dy. They are never constant: a constant hides blocks
     that are swapped.
     """
     rng = np.random.default_rng(0)
     arguments = abstract_arguments(case, mesh)
-    choices = arguments[0][-1].shape[0]  # experts, or rows of a table
+    choices = arguments[-2].shape[0]  # experts, or rows of a table
 
     def draw(of: jax.ShapeDtypeStruct) -> Array:
-        if jnp.issubdtype(of.dtype, jnp.integer):
-            values = rng.integers(0, choices, of.shape)
-        else:
+        if not jnp.issubdtype(of.dtype, jnp.integer):
             values = rng.standard_normal(of.shape, np.float32)
+        elif case.op in EXPERTS:  # a row chooses different ones
+            each = np.tile(np.arange(choices), (of.shape[0], 1))
+            values = rng.permuted(each, axis=1)[:, : of.shape[1]]
+        else:
+            values = rng.integers(0, choices, of.shape)
         return jax.device_put(np.asarray(values, of.dtype), of.sharding)
 
-    return jax.tree.map(draw, arguments)
-
-
-def _global_op(case: Case) -> Callable:
-    """Returns the op of a case as a function of global arrays."""
-    form = FORMS[case.op]
-    return jax.shard_map(partial(form.op, case), in_specs=form.operands, out_specs=form.result)
-
-
-def _global_shapes(case: Case) -> list[Shape]:
-    """Returns the global shapes of the operands; the last ones of attention have one shape."""
-    sizes = dict(zip(AXES[len(case.mesh)], case.mesh, strict=True))
-    shapes: list[Shape] = []
-    for number, spec in enumerate(FORMS[case.op].operands):
-        shape = case.shapes[min(number, len(case.shapes) - 1)]
-        split = itertools.zip_longest(shape, spec)
-        shapes.append(tuple(n * sizes.get(axis, 1) for n, axis in split))
-    return shapes
+    return [draw(of) for of in arguments]

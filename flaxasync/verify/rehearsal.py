@@ -39,7 +39,7 @@ def rehearse_case(case: Case, topology: str) -> CaseResult:
     stand_in = small(case)
     errors: dict[str, float] = {}
     if not case.is_pair:
-        errors = measure.check_values(stand_in)
+        errors = measure.run_case(stand_in).errors
     elif seconds is None:
         raise UnsupportedError(f"no simulator executes it: {FORGETS}; {reason}")
     else:

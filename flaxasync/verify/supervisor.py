@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from flaxasync.verify.cases import Case, Facts
-from flaxasync.verify.child import START_LIMIT, Request, Setup
+from flaxasync.verify.child import START_LIMIT, Setup
 from flaxasync.verify.verdict import CaseResult, Verdict
 
 # seconds for a child that has sent everything, or was killed, to end and to release the devices
@@ -76,7 +76,7 @@ def run_cases(cases: Sequence[Case], setup: Setup) -> Iterator[CaseResult]:
                         yield CaseResult(case, verdict, child.end(setup.limit))
                         break
                     yield result
-                else:
+                else:  # every case has its result, and the child releases the devices
                     child.receive(END_LIMIT)
         except MachineError as error:
             if failures == len(PAUSES):
@@ -95,10 +95,10 @@ class _Child:
 
     def __init__(self, setup: Setup, cases: Sequence[Case]):
         self._log = tempfile.NamedTemporaryFile()  # noqa: SIM115, it is closed with the process
-        request = Request(setup, tuple(cases), self._log.name)
         context = multiprocessing.get_context("spawn")
         self._messages, theirs = context.Pipe()
-        self._process = context.Process(target=setup.serve, args=(theirs, request))
+        arguments = (theirs, setup, tuple(cases), self._log.name)
+        self._process = context.Process(target=setup.serve, args=arguments)
         self._process.start()
         theirs.close()
 

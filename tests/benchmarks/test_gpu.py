@@ -6,7 +6,9 @@ import pathlib
 import pytest
 
 from benchmarks import gpu, gpu_steps
+from configs.llama_8b import llama_8b
 from flaxasync import check
+from train.config import replace_options
 
 PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "gpu.md").read_text()
 
@@ -60,8 +62,8 @@ def test_the_steps_of_the_page_are_those_that_were_measured():
     assert many.seconds == pytest.approx(2.555, abs=1e-3)
 
 
-def test_the_run_of_a_step_has_its_mesh_and_its_model(tmp_path):
-    config = gpu_steps.config_of(gpu_steps.STEPS[0], tmp_path)
+def test_the_run_of_a_step_has_its_mesh_and_its_model():
+    config = replace_options(llama_8b(), gpu_steps.options_of(gpu_steps.STEPS[0]))
     assert (config.mesh.fsdp, config.mesh.model, config.data.batch_size) == (8, 1, 16)
     assert (config.model.mlp_width, config.model.kv_heads) == (11008, 32)
 

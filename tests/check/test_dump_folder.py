@@ -51,7 +51,7 @@ def test_the_final_programs_of_a_real_dump_are_read_and_named(dump, capsys):
     assert f"read {len(final)} files *after_optimizations.txt (estimated on v5e):" in printed
     assert all(name in printed for name in final)
     assert "before_optimizations" not in printed
-    longest = read_dump(dump, chip="v5e").programs[0]
+    longest = read_dump(dump, chip="v5e")[0]
     assert (longest.report.module, longest.devices) == ("jit_gather", 4)
     assert longest.time.exposed > 0
     assert f"{longest.file.name}, the longest:\naudit of jit_gather (v5e): ok" in printed
@@ -72,7 +72,7 @@ check.compile_for("v5e:2x2", lambda x: x @ x, jax.ShapeDtypeStruct((512, 512), "
     subprocess.run([sys.executable, "-c", code], env=environment, check=True, cwd=tmp_path)
     (program,) = [
         program
-        for program in read_dump(tmp_path / "dump", chip="v5e").programs
+        for program in read_dump(tmp_path / "dump", chip="v5e")
         if program.report.module == "jit__lambda"
     ]
     assert main([str(tmp_path / "dump")]) == 0

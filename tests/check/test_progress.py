@@ -7,14 +7,23 @@ import threading
 
 import pytest
 
+from flaxasync.check import progress as module
 from flaxasync.check.progress import progress
 
 WAIT = 60.0  # seconds after which a line that has not come never will
 
 
-def test_what_takes_long_is_named_with_its_time_until_it_ends():
-    said = queue.Queue()
-    with progress("compiling for v5e:2x4", silent=0.01, say=said.put):
+@pytest.fixture
+def said(monkeypatch):
+    """The lines, which come every ten milliseconds."""
+    lines = queue.Queue()
+    monkeypatch.setattr(module, "SILENT_SECONDS", 0.01)
+    monkeypatch.setattr(module, "say", lines.put)
+    return lines
+
+
+def test_what_takes_long_is_named_with_its_time_until_it_ends(said):
+    with progress("compiling for v5e:2x4"):
         first = said.get(timeout=WAIT)
         second = said.get(timeout=WAIT)
     assert first == "flaxasync: compiling for v5e:2x4, 0 s so far"
@@ -22,19 +31,17 @@ def test_what_takes_long_is_named_with_its_time_until_it_ends():
     assert not [thread for thread in threading.enumerate() if thread.name == "flaxasync progress"]
 
 
-def test_what_ends_sooner_says_nothing():
-    said = []
-    with progress("compiling", silent=WAIT, say=said.append):
+def test_what_ends_sooner_says_nothing(capsys):
+    with progress("compiling"):
         pass
-    assert said == []
+    assert capsys.readouterr() == ("", "")
 
 
-def test_an_inner_block_says_how_far_the_outer_one_has_come():
-    said = queue.Queue()
+def test_an_inner_block_says_how_far_the_outer_one_has_come(said):
     steps = iter(range(10**9))
-    with progress("playing", silent=0.01, say=said.put):
+    with progress("playing"):
         assert said.get(timeout=WAIT).startswith("flaxasync: playing, ")
-        with progress(lambda: f"step {next(steps)}", silent=WAIT):
+        with progress(lambda: f"step {next(steps)}"):
             while not said.get(timeout=WAIT).startswith("flaxasync: playing: step 1, "):
                 pass
         with pytest.raises(ValueError, match="over"), progress("failing"):
@@ -43,11 +50,9 @@ def test_an_inner_block_says_how_far_the_outer_one_has_come():
             pass
 
 
-def test_threads_speak_for_themselves():
-    said = queue.Queue()
-
+def test_threads_speak_for_themselves(said):
     def work(name):
-        with progress(name, silent=0.01, say=said.put):
+        with progress(name):
             lines.wait(WAIT)
 
     lines = threading.Event()

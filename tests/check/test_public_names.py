@@ -90,7 +90,7 @@ ORDER = (
 
 
 # files beside the folders that import nothing, for all of them
-SHARED = ("progress", "tested_libtpu")
+SHARED = ("progress", "tested_libtpu", "units")
 
 
 def level(name):

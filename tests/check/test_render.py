@@ -51,6 +51,10 @@ def test_a_trace(tmp_path):
         return data, spans
 
     t = a_timeline()
+    save_trace(t, tmp_path / "folder" / "of" / "trace.json")
+    assert (tmp_path / "folder" / "of" / "trace.json").exists()
+    with pytest.raises(ValueError, match=r"a result must be what .*: got int"):
+        save_trace(3, tmp_path / "trace.json")
     data, spans = written(t)
     assert {e["pid"] for e in spans} == {0, 1, 2, 3}
     assert all(e["dur"] > 0 for e in spans)
@@ -87,7 +91,7 @@ def drawn(monkeypatch):
 
 
 def test_repeated_iterations_have_the_shares_of_the_one_that_they_repeat(drawn, tmp_path):
-    assert KINDS.keys() == picture.COLOURS.keys()
+    assert {*KINDS} == picture.COLOURS.keys()
     picture.draw_timelines([STEP], tmp_path / "t.png")
     (panel,) = drawn
     shares = picture._shares(panel.bands[0, "core"], panel)
@@ -104,7 +108,7 @@ def test_a_long_loop_has_a_panel_and_phases_are_named(drawn, tmp_path):
         STEP, tmp_path / "t.png", phase_of=lambda name: asked.append(name) or "forward"
     )
     assert [(panel.begin, panel.end) for panel in drawn] == [(0.0, 9.0), (1.0, 2.0)]
-    assert drawn[1].title == "one of 8 iterations, 1e+03 ms: forward"
+    assert drawn[1].title == "one of 8 iterations, 1 s: forward"
     assert {"first", "dot.1", "while.1"} <= {*asked}
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
 

@@ -1,6 +1,7 @@
 """all_gather_matmul alone: values in the race-detecting simulator, and the static schedule."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +17,12 @@ from flaxasync.check.player.errors import RaceError
 from flaxasync.kernels.all_gather_matmul import all_gather_matmul, resident, resident_schedule
 from flaxasync.kernels.all_gather_matmul import stream as stream_form
 from flaxasync.kernels.all_gather_matmul.work import GatherWork
-from flaxasync.kernels.engine.gather import BlockLayout, Gather
+from flaxasync.kernels.engine.gather import BlockLayout, Gather, GatherSemaphores
 from flaxasync.kernels.engine.matmul import MatmulTiles
 from flaxasync.kernels.engine.operands import Tiles
 from flaxasync.kernels.engine.ring import Ring
 from flaxasync.kernels.engine.slots import IncomingTiles
+from flaxasync.kernels.engine.vector_memory import SEMAPHORES
 from tests.kernels.conftest import as_float32, assert_close, draw
 from tests.kernels.conftest import run as simulate
 
@@ -281,6 +283,27 @@ def test_chunks_are_for_links_that_bind_and_a_w_that_stays():
             )
         )
         assert plan.work.layout.chunks == chunks
+
+
+@pytest.mark.parametrize(("size", "chunks"), [(48, 4), (49, 2), (64, 2), (96, 2), (97, 1)])
+def test_there_are_no_more_chunks_than_semaphores(size, chunks):
+    """libtpu refused the four chunks of 64 devices: it leaves a kernel fewer than 2 * 64 * 4."""
+    layout = BlockLayout.of(4, 512, 16, directions=2)
+    work = GatherWork(
+        layout,
+        size,
+        4096,
+        [768],
+        transposed=False,
+        dtype=jnp.bfloat16,
+        w_dtype=jnp.bfloat16,
+        result=jnp.bfloat16,
+    )
+    assert stream_form.plan(work).work.layout.chunks == chunks
+    resident_plan = resident.plan(dataclasses.replace(work, k=256))
+    for plan in filter(None, [stream_form.plan(work), resident_plan]):
+        allocated = GatherSemaphores.allocate(plan.work.layout, size).recv
+        assert math.prod(allocated.shape) == plan.work.semaphores <= SEMAPHORES
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import functools
 import jax
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
@@ -17,6 +18,20 @@ from tests.kernels.conftest import arranged, as_float32, assert_close, draw, sim
 from tests.kernels.conftest import run as simulate
 
 KERNELS = {"all_gather": all_gather, "all_reduce": all_reduce}
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "arrivals"), [("all_gather", 193, 2 * 193), ("all_reduce", 66, 6 * 65)]
+)
+def test_rings_with_more_arrivals_than_semaphores_are_refused(name, size, arrivals):
+    local = functools.partial(KERNELS[name], axis_name="ring", directions=2)
+    message = f"^{name} has a semaphore for each of {arrivals} arrivals on {size} devices, and .*"
+    with jax.sharding.use_abstract_mesh(AbstractMesh((size,), ("ring",))):
+        fn = jax.shard_map(local, in_specs=P(), out_specs=P(), check_vma=False)
+        with pytest.raises(
+            NotImplementedError, match=f"{message} a smaller axis, or backend='none'"
+        ):
+            jax.eval_shape(fn, jax.ShapeDtypeStruct((size * 16, 256), np.float32))
 
 
 def run(

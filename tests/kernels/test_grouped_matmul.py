@@ -261,10 +261,8 @@ def test_tiles_of_an_expert_follow_each_other(xp):
     (256, "float16", "grouped_matmul has kernels for float32 and bfloat16: got float16"),
 ])  # fmt: skip
 def test_what_they_cannot_take_is_said(features, dtype, message):
-    x = rows(features, dtype)
-    ws = draw_weights(features, N, dtype=dtype)
     with pytest.raises(NotImplementedError, match=message):
-        compute(grouped_matmul, (x,), ws)
+        grouped_blocks.check_grouped("grouped_matmul", jnp.dtype(dtype), N, features)
 
 
 @pytest.mark.parametrize(("k", "n", "pairs", "tile_rows"), [

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from flaxasync.kernels import reduce_scatter_schedule
-from flaxasync.kernels.engine import tiling
+from flaxasync.kernels.engine import beside, tiling
 from flaxasync.kernels.engine.matmul import MatmulTiles
 from flaxasync.kernels.engine.operands import Tiles
 from flaxasync.kernels.engine.ring import Acknowledgements
@@ -147,7 +148,29 @@ def test_both_directions_have_as_many_tiles_of_columns(n):
 def test_a_block_that_a_call_without_a_backend_may_have_has_semaphores(batch, m, n):
     """Tiles that divide these rows are small, and would be too many."""
     assert batch * m * n < LARGEST_BLOCK
-    assert 2 * plan(batch, m, 1024, n, 8).block <= SEMAPHORES
+    assert 2 * plan(batch, m, 1024, n, 8).tiles_of_block <= SEMAPHORES
+
+
+@pytest.mark.parametrize(
+    ("sums", "steps", "apart"),
+    [(7, 32, 1), (100, 32, 1), (46_000, 46_001, 1), (99_999, 100_000, 5), (250_000, 100_000, 3)],
+)
+def test_steps_of_sums_beside_are_divided_evenly(monkeypatch, sums, steps, apart):
+    """Each is done once, in order, and at most `apart` steps from where an even division has it. Here
+    the product of two numbers of steps may exceed an int32.
+    """
+    monkeypatch.setattr(beside.pl, "loop", lambda *ends: lambda _: found.append(ends))
+    found = []
+    local = beside.Beside(types.SimpleNamespace(steps=sums), (), (), None)
+    numbers = [*range(40), *range(steps // 2, steps // 2 + 40), *range(steps - 40, steps)]
+    for step in sorted(set(range(steps)) & set(numbers)):
+        local.between(jnp.int32(step), steps)
+        first, end = map(int, found[-1])
+        if len(found) > 1 and step - 1 in numbers:
+            assert first == int(found[-2][1])
+        assert abs(first - step * sums / steps) <= apart * max(1, sums / steps)
+        assert step or first == 0
+        assert step < steps - 1 or end == sums
 
 
 @pytest.mark.slow

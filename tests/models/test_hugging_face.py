@@ -99,7 +99,7 @@ def export(folder, config, params, **options):
 def import_again(folder, mesh, **changes):
     family, fields = load_config(folder)
     config = dataclasses.replace(TransformerConfig(**fields), **changes)
-    return config, import_parameters(folder, family, abstract(config, mesh))
+    return config, import_parameters(TensorFiles(folder), family, abstract(config, mesh))
 
 
 def assert_equal(got, want):
@@ -282,6 +282,36 @@ def test_a_configuration_is_read_as_it_was_written(name):
     again, fields = read_config(written)
     assert again == family
     assert TransformerConfig(**fields) == CONFIGS[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("gemma2", {"alternating_window": None}),
+        # fields of experts say nothing of a dense model
+        ("llama", {"experts_per_token": 1, "router_scores": "sigmoid"}),
+        ("qwen3", {"expert_width": 8, "normalize_expert_weights": False}),
+    ],
+)
+def test_what_a_family_allows_is_read_as_it_was_written(name, change):
+    family, written = write_config(dataclasses.replace(CONFIGS[name], **change), length=32)
+    assert family.model_type == name
+    again, fields = read_config(written)
+    assert again == family
+    config = TransformerConfig(**fields)
+    assert config.alternating_window is None
+    assert config == dataclasses.replace(CONFIGS[name], alternating_window=None)
+
+
+def test_heads_that_do_not_divide_the_width_are_refused_where_the_class_does():
+    changed = dataclasses.replace(CONFIGS["llama"], width=20, heads=6)
+    with pytest.raises(
+        NotImplementedError,
+        match=r"llama lacks a width of 20 for 6 heads; qwen3 lacks .*; mixtral lacks experts=0, ",
+    ):
+        write_config(changed, length=32)
+    changed = dataclasses.replace(CONFIGS["qwen3"], width=20, heads=6)
+    assert read_config(write_config(changed, length=32)[1])[1]["width"] == 20
 
 
 @pytest.mark.parametrize(

@@ -380,12 +380,6 @@ TWO_AXES, THREE_AXES = {"data": 2, "model": 4}, {"data": 1, "context": 4, "model
             "got mlp_width=25 for experts=2 on 4 devices; use 28",
         ),
         (
-            {"experts": 4, "expert_width": 0},
-            8,
-            TWO_AXES,
-            "expert_width must be 1 or more, or None for mlp_width: got 0",
-        ),
-        (
             {"experts": 4, "shared_expert_width": 6},
             8,
             TWO_AXES,
@@ -396,12 +390,6 @@ TWO_AXES, THREE_AXES = {"data": 2, "model": 4}, {"data": 1, "context": 4, "model
             8,
             TWO_AXES,
             "experts have no biases: use mlp_bias=False",
-        ),
-        (
-            {"experts": 4, "capacity_factor": 0.0},
-            8,
-            TWO_AXES,
-            "capacity_factor must be above 0, or None .*: got 0.0",
         ),
         ({"gathered_mib": -1}, 8, TWO_AXES, "gathered_mib must be 0 or more: got -1"),
         (
@@ -443,6 +431,15 @@ def test_a_size_that_does_not_fit_is_named(change, length, mesh_shape, message):
         check_fits(
             dataclasses.replace(CONFIG, **change), sequence_length=length, mesh_shape=mesh_shape
         )
+
+
+def test_a_scan_that_prefetches_has_no_layers_of_another_window():
+    config = dataclasses.replace(CONFIG, alternating_window=4, fsdp_overlap="prefetch")
+    with (
+        jax.set_mesh(make_fsdp_mesh(2, 2, 1, 2)),
+        pytest.raises(ValueError, match="to all layers, which alternating_window=4 does not"),
+    ):
+        Transformer(config, fsdp_axis="fsdp", rngs=nnx.Rngs(0))
 
 
 def test_sequences_that_fit():

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from models.config import TransformerConfig
 from models.hugging_face import export_parameters, import_parameters, load_config
+from models.safetensors_files import TensorFiles
 from models.transformer import Transformer
 from tests.models.test_hugging_face import abstract
 from tests.nn.conftest import make_fsdp_mesh, make_mesh
@@ -132,7 +133,8 @@ MESHES = {
 def imported(folder, mesh):
     family, fields = load_config(folder)
     config = TransformerConfig(**fields)
-    return config, import_parameters(folder, family, abstract(config, mesh, **options_of(mesh)))
+    files = TensorFiles(folder)
+    return config, import_parameters(files, family, abstract(config, mesh, **options_of(mesh)))
 
 
 @pytest.mark.parametrize(

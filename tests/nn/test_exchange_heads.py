@@ -12,6 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
+from flaxasync.nn.attention import exchange
 from flaxasync.ops import trust
 from flaxasync.ops.attention import exchanged
 from flaxasync.transport import direct
@@ -149,6 +150,24 @@ def test_direct_copies_in_the_simulator():
     assert report.problems() == set()
     assert direct.all_to_all.cache_info().currsize == 1, "nothing travelled by direct copies"
     assert_alike(got, want)
+
+
+@pytest.mark.parametrize(("quantization", "itemsize"), [(None, 2), ("int8", 1)])
+def test_weights_are_kept_if_they_fit_as_they_travel(quantization, itemsize, monkeypatch):
+    kept = []
+
+    def attended(block, xs, w, *others):
+        kept.append(block.keep)
+        return xs
+
+    monkeypatch.setattr(exchange, "exchanged_attention", attended)
+    weights = 4 * (8 + 2 * 4) * 8 // 4 * 64  # of all devices
+    with jax.set_mesh(make_mesh(1, 4)):
+        for limit in (weights * itemsize - 1, weights * itemsize):
+            options = {"dtype": "bfloat16", "gathered_bytes": limit, "quantization": quantization}
+            _, heads = layers(True, features=64, **options)
+            jax.eval_shape(heads, ones((1, 16, 64), ROWS))
+    assert kept == [False, True]
 
 
 def test_an_empty_batch_gives_an_empty_result():

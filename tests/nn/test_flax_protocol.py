@@ -296,6 +296,12 @@ def test_what_of_out_sharding_is_refused():
             layer(x, out_sharding=("data", None, None))
         with pytest.raises(ValueError, match="nope"):
             layer(x, out_sharding=P("nope"))
+        for spec in (P(), P("model")):
+            with pytest.raises(ValueError, match=r"needs an input \[..., rows, features\]: got"):
+                layer(ones((8,), P()), out_sharding=spec)
+        embed = drawn(LAYERS["VocabParallelEmbed"][0])
+        with pytest.raises(ValueError, match=r"needs ids \[..., rows\]: got a scalar"):
+            embed(jnp.int32(3), out_sharding=P())
         with pytest.raises(
             ValueError, match=r"out_sharding on a mesh \{'x': 8\}, and the mesh that is set"
         ):

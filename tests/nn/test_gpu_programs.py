@@ -13,6 +13,7 @@ from flaxasync import check, hardware
 from flaxasync.check.hlo import gpu_calls
 from flaxasync.check.hlo.participants import permute_pairs
 from flaxasync.ops.matmul import api, switch
+from flaxasync.ops.matmul.products import dot
 
 pytestmark = pytest.mark.slow
 
@@ -97,7 +98,7 @@ def test_the_products_are_those_of_the_model(topology):
 
 
 def without_barrier(executor, x, w, dtype, *, transposed=False):
-    return switch.multiply(x, w, dtype, executor.precision, transposed=transposed)
+    return dot(x, w, executor.precision, transposed=transposed, dtype=dtype)
 
 
 def without_tie(executor, made, block):

@@ -176,6 +176,7 @@ def test_calls_that_are_not_halved(calls, batch, options, given):
         # on which XLA puts nothing beside transfers, unless it is told to
         ("a100", 8, (2, 8192), "--xla_gpu_other=true", False),
         ("a100", 8, (2, 8192), "--xla_gpu_enable_latency_hiding_scheduler=true", True),
+        ("h100", 8, (4, 4096), "--xla_gpu_enable_latency_hiding_scheduler=false", False),
     ],
 )
 def test_when_halves_are_predicted_to_be_faster(chip, devices, shape, flags, halved, monkeypatch):

@@ -112,7 +112,7 @@ def test_pure_dicts_and_lists_of_blocks(plain, tmp_path):
 def test_what_is_in_the_place_of_an_array_is_named():
     with jax.set_mesh(make_mesh(2, 4)):
         layer = drawn(lambda: fa.nn.ColumnParallelLinear(8, 8, use_bias=False, rngs=nnx.Rngs(0)))
-        with pytest.raises(ValueError, match="load: kernel is a list; give an array"):
+        with pytest.raises(ValueError, match=r"load: kernel.0.0 is 1.0, of type float; give an a"):
             fa.nn.load(layer, {"kernel": [[1.0] * 8] * 8})
         with pytest.raises(
             ValueError, match=r"load: blocks\.0\.kernel is 'lost', of type str; give an array"

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import AxisType
 
 import flaxasync as fa
-from flaxasync.nn.router import route, routing
+from flaxasync.nn.router import route, routing_facts
 from tests.nn.conftest import ROWS, SAME, drawn, make_mesh
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -295,7 +295,7 @@ def weights_in_float64(logits, ids, options):
 @functools.partial(jax.value_and_grad, has_aux=True)
 def weigh(logits, bias, options):
     choice = route(logits, 3, options, bias)
-    statistics = routing(logits, choice, jnp.int32(0), frozenset())
+    statistics = routing_facts(logits, choice, jnp.int32(0), frozenset())
     return jnp.sum(choice.weights * jnp.arange(1.0, 4.0)[None]), (choice, statistics)
 
 

@@ -16,6 +16,7 @@ from tests.nn.conftest import (
     ROWS,
     SAME,
     Block,
+    assert_close,
     check_replaced,
     drawn,
     make_mesh,
@@ -155,6 +156,27 @@ def test_parallelize_turns_nnx_lora_into_parallel_lora(axis_type):
 
     got = check_replaced(drawn(Adapted), make_mesh(2, 4, axis_type), replace, wrt=nnx.LoRAParam)
     assert {path[-1] for path, _ in nnx.to_flat_state(got)} == {"lora_a", "lora_b"}
+
+
+@pytest.mark.parametrize(
+    ("cls", "x_spec", "y_spec"),
+    [(fa.nn.ColumnParallelLinear, ROWS, COLUMNS), (fa.nn.RowParallelLinear, COLUMNS, ROWS)],
+)
+def test_an_adapted_layer_inside_a_shard_map_of_the_caller(cls, x_spec, y_spec):
+    """Its factors are local there, of sizes that the axis need not divide once more."""
+    with jax.set_mesh(make_mesh(2, 4)):
+        base = drawn(lambda: cls(24, 24, rngs=nnx.Rngs(0)))
+        layer = drawn(lambda: fa.nn.ParallelLoRA(base, 2, rngs=nnx.Rngs(1)))
+        layer.lora_b.set_value(jnp.ones_like(layer.lora_b[...]))
+        graph, state = nnx.split(layer)
+        values = np.random.default_rng(0).standard_normal((2, 8, 24)).astype(np.float32)
+        x = jax.device_put(values, x_spec)
+        mapped = jax.shard_map(
+            lambda state, x: nnx.merge(graph, state)(x),
+            in_specs=(jax.tree.map(lambda leaf: leaf.sharding.spec, state), x_spec),
+            out_specs=y_spec,
+        )
+        assert_close(jax.jit(mapped)(state, x), layer(x), "float32", "y")
 
 
 @pytest.mark.parametrize(("cls", "spec"), [

@@ -370,8 +370,8 @@ def test_a_state_of_plain_arrays_and_of_random_streams_is_loaded():
 def test_a_list_is_no_array():
     model = drawn(lambda: nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
     for source, name in [
-        ({"kernel": [[1.0]]}, "kernel is a list"),
-        ({"a": {"b": (1.0,)}}, r"a\.b is a tuple"),
+        ({"kernel": [[1.0]]}, r"kernel\.0\.0 is 1.0, of type float"),
+        ({"a": {"b": (1.0,)}}, r"a\.b\.0 is 1.0, of type float"),
     ]:
         with pytest.raises(ValueError, match=f"load: {name}; give an array"):
             fa.nn.load(model, source)

@@ -19,7 +19,6 @@ def test_what_was_made_is_kept_by_its_facts(tmp_path):
         return made.append(1) or len(made)
 
     assert [kept(tmp_path / "new", facts, make) for facts in ("a", "b", "a", "b")] == [1, 2, 1, 2]
-    assert kept(None, "a", make) == 3
 
 
 def test_a_choice_without_memory_is_compared_with_forms_that_keep_nothing():

@@ -70,6 +70,13 @@ def test_kernels_serve_large_blocks_of_several_sequences():
     assert "fused" not in fa.plan(fa.all_gather_matmul, *one, chip="v5p", ring=4).costs
 
 
+@pytest.mark.parametrize(("ring", "serve"), [(97, True), (98, False)])
+def test_kernels_serve_rings_that_they_have_semaphores_for(ring, serve):
+    shapes = (1, 512, 8192), (8192, 1024)
+    found = fa.plan(fa.all_gather_matmul, *shapes, chip="v5p", ring=ring)
+    assert ("fused" in found.costs) is serve
+
+
 def test_a_backend_that_exceeds_memory_is_not_chosen():
     plan, larger = (
         fa.plan("ring_attention", *[(n, 131072, 16, 128)] * 2, chip="v5e", ring=8) for n in (1, 64)
@@ -150,6 +157,35 @@ def test_an_unknown_chip_or_option_is_refused():
         ValueError, match=r"plan cannot take these shapes or options for ring_attention: .*'rows'"
     ):
         fa.plan("ring_attention", *LLAMA, chip="v5e", ring=8, rows=3)
+
+
+EXPERTS = (64, 128), (64, 2), (64, 2), (1, 128, 256), (1, 256, 128)
+
+
+@pytest.mark.parametrize(
+    ("op", "shapes", "options", "message"),
+    [
+        (
+            "ring_attention",
+            LLAMA,
+            {"layout": "zigzagg"},
+            "layout='zigzagg': it must be one of 'contiguous', 'zigzag'",
+        ),
+        (
+            "ring_attention",
+            [(1, 5, 4, 8)] * 2,
+            {"layout": "zigzag"},
+            "two equal chunks of the sequence: got 40 rows, needed a multiple of 16",
+        ),
+        ("ring_attention", LLAMA, {"window": 0}, "window to be 1 or more rows, or None: got 0"),
+        ("expert_mlp", EXPERTS, {"split": "rows"}, "to be 'experts' or 'hidden'.*: got 'rows'"),
+        ("expert_mlp", EXPERTS, {"capacity": 0}, "capacity to be 1 or more, or None: got .* 0"),
+    ],
+)
+def test_a_value_that_the_op_refuses_is_refused(op, shapes, options, message):
+    assert fa.plan(op, *(EXPERTS if op == "expert_mlp" else LLAMA), chip="v5e", ring=8).costs
+    with pytest.raises(ValueError, match=message):
+        fa.plan(op, *shapes, chip="v5e", ring=8, **options)
 
 
 def test_the_chip_of_a_device():

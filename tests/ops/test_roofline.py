@@ -152,10 +152,12 @@ def block(ring: int, batch: int, rows: int, width: int) -> Sizes:
     ("v5e", 8, (1, 2048, 3072), 0.8341, 1.9925),
     ("v6e", 4, (4, 2048, 3072), 1.8880, 1.7028),
     ("v6e", 8, (4, 1024, 2048), 0.5341, 0.6705),
+    ("v5p", 4, (2, 4096, 4096), 2.8686, 3.0691),
+    ("v6e", 8, (4, 4096, 4096), 4.3232, 2.8649),
 ])  # fmt: skip
 def test_the_faster_form_of_played_blocks_is_predicted(name, ring, sizes, rows_ms, heads_ms):
     """Played with backend="fused" and without memory for gathered rows, by
-    benchmarks/plan_layers.py.
+    benchmarks/plan_layers.py; the last two are the attention of benchmarks/step.py.
     """
     predicted = times_as_fast(block(ring, *sizes), chip(name), ring, 2)
     assert (predicted >= WORTH) == (rows_ms > heads_ms)
@@ -174,6 +176,17 @@ def test_memory_serves_both_forms():
     )
     assert rows_only < without
     assert both > rows_only
+
+
+def test_weights_that_are_kept_in_eight_bits_take_a_byte_for_an_element():
+    some, sizes = chip("v5e"), block(8, 2, 4096, 4096)
+    weights = 8 * sizes.inputs * sizes.features
+    without, too_few, enough = (
+        times_as_fast(sizes, some, 8, 2, gathered_bytes, fa.Quantization("int8"))
+        for gathered_bytes in (0, weights - 1, weights)
+    )
+    assert 8 * sizes.batch * sizes.rows * sizes.features > weights  # rows are kept in neither
+    assert without == too_few < enough
 
 
 def test_more_sequences_hide_more_of_the_exchange():

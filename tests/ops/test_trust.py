@@ -62,7 +62,7 @@ def test_an_unverified_kernel_is_not_taken_and_one_line_says_what_verifying_it_w
     )
     assert "it is predicted to be 1." in line
     assert (
-        "`python -m flaxasync.verify` verifies it; naming it, or FLAXASYNC_VERIFIED=all, takes it"
+        "`python -m flaxasync.verify` verifies it; FLAXASYNC_VERIFIED=all, or naming it, takes it"
         in line
     )
 
@@ -271,7 +271,7 @@ def test_processes_that_differ_trust_nothing_and_say_in_what(v5e, monkeypatch, c
     assert [taken(), taken()] == ["none", "none"]
     assert caplog.text.count("libtpu is not the same in process 0 and in process 1") == 1
     assert "'fused', which is not trusted because the processes differ" in caplog.text
-    assert ". Naming it, or FLAXASYNC_VERIFIED=all, takes it unverified. The file" in caplog.text
+    assert ". FLAXASYNC_VERIFIED=all, or naming it, takes it unverified. The file" in caplog.text
     assert "the variable must be the same in every process" in caplog.text
 
 
@@ -371,6 +371,7 @@ def test_verify_stores_times_of_calls_without_other_options(v5e):
     ("mesh_matmul", (2, 2), {(1, 1): False, (2, 2): True, (2, 4): False}),
     ("mesh_matmul", (2, 4), {(1, 1): False, (2, 2): False, (2, 4): True}),
     ("attention", (1,), {1: True}),
+    ("expert_products", (1,), {1: True}),
 ])  # fmt: skip
 def test_a_verdict_counts_for_rings_that_are_like_the_one_it_was_found_on(v5e, op, mesh, trusted):
     result = CaseResult(Case(op, "fused", mesh, tuple(SHAPES)), Verdict.PASS)

@@ -91,7 +91,7 @@ def test_an_import_is_exported_with_equal_tensors(folder, tmp_path, capsys, refu
     )
     refuses(
         export_checkpoint.main,
-        "must be a step that is in",
+        "must be one that is in",
         workdir,
         tmp_path / "b",
         *MESH,

@@ -156,7 +156,7 @@ def test_permanent_checkpoints_stay_beside_the_newest_ones(trained):
     ),
     (("--mesh.model", 3), "must multiply to the number of devices: there are 8"),
     (("--model.vocab_size", 64), "token ids must be below model.vocab_size=64"),
-    (("--resume", 5), "--resume must be a step that is in .*: got 5, there are none"),
+    (("--resume", 5), "the step must be one that is in .*: got 5, there are none"),
     (("--backend", "pallas"), "backend=pallas cannot serve this run: "),
 ], ids=lambda value: value[0] if isinstance(value, tuple) else "")  # fmt: skip
 def test_bad_input_is_one_paragraph_and_exit_code_2(options, message, run, tmp_path):

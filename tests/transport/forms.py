@@ -151,7 +151,7 @@ def gather(backend, directions):
             return lax.dynamic_update_slice_in_dim(y, block + block, row, axis=0)
 
         y = lax.empty((lax.axis_size(AXIS) * x.shape[0], x.shape[1]), x.dtype)
-        loop = ring.Ring(AXIS, transport.get(backend), directions)
+        loop = ring.Ring(AXIS, transport.TRANSPORTS[backend], directions)
         return (ring.ring_gather(loop, x, cast_to_varying(y, {AXIS}), write),)
 
     return Form(run, functools.partial(_ring_pairs, directions))
@@ -166,7 +166,7 @@ def reduce(backend, directions):
         def produce(row, count):
             return x[:count] * jnp.asarray(row + 1, jnp.float32).astype(x.dtype)
 
-        loop = ring.Ring(AXIS, transport.get(backend), directions)
+        loop = ring.Ring(AXIS, transport.TRANSPORTS[backend], directions)
         return (ring.ring_reduce(loop, x.shape[0], produce, x.dtype),)
 
     return Form(run, functools.partial(_ring_pairs, directions))

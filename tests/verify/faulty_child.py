@@ -33,20 +33,20 @@ def plant(op, fault):
     setattr(programs.fa, op, faulty)
 
 
-def serve(messages, request):
-    """Serves a request with the faults."""
+def serve(*arguments):
+    """Serves with the faults."""
     plant("all_gather_matmul", lambda y: jnp.roll(y, 1, axis=-2))
     plant("matmul_reduce_scatter", lambda y: time.sleep(600))
     plant("matmul_all_reduce", crash)
     plant("ring_attention", raise_an_error)
-    child.serve(messages, request)
+    child.serve(*arguments)
 
 
-def open_once(opened, works_at, messages, request):
+def open_once(opened, works_at, messages, setup, cases, log):
     """Hangs in its first case; after that, the chips cannot be opened before the attempt
     `works_at`.
     """
-    child.begin(messages, request)
+    child.begin(messages, log)
     with opened.open("a") as file:
         file.write("x")
     attempts = opened.stat().st_size
@@ -55,21 +55,21 @@ def open_once(opened, works_at, messages, request):
     messages.send({})
     if attempts == 1:
         time.sleep(600)
-    messages.send(CaseResult(request.cases[0], Verdict.UNSUPPORTED))
+    messages.send(CaseResult(cases[0], Verdict.UNSUPPORTED))
 
 
-def be_of_two_hosts(messages, request):
+def be_of_two_hosts(messages, setup, cases, log):
     messages.send({"processes": 2})
 
 
-def sleep(messages, request):
-    child.begin(messages, request)
+def sleep(messages, setup, cases, log):
+    child.begin(messages, log)
     time.sleep(600)
 
 
-def live_on(pipe, messages, request):
+def live_on(pipe, messages, setup, cases, log):
     """Opens a named pipe and lives longer than its parent, if it can."""
-    child.begin(messages, request)
+    child.begin(messages, log)
     with open(pipe, "w") as file:
         time.sleep(60)
         file.write("it lives on")

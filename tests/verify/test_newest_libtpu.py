@@ -16,10 +16,11 @@ ROOT = pathlib.Path(__file__).parents[2]
 OPS = "ppermute/pallas,all_gather_matmul/fused"
 # Values come from CPU devices, whichever libtpu there is.
 REHEARSAL = """
-import sys
-from flaxasync.verify.__main__ import main
+import functools, sys
+from flaxasync.verify import __main__ as verify_command
 from tests.verify.sparing_child import without_values
-sys.exit(main(sys.argv[1:], serve=without_values))
+verify_command.Setup = functools.partial(verify_command.Setup, serve=without_values)
+sys.exit(verify_command.main(sys.argv[1:]))
 """
 
 

@@ -3,6 +3,7 @@ not there.
 """
 
 import dataclasses
+import functools
 import json
 import os
 from unittest import mock
@@ -12,9 +13,11 @@ import pytest
 import flaxasync as fa
 from flaxasync.check.player.errors import RaceError
 from flaxasync.ops import trust
+from flaxasync.verify import __main__ as verify_command
 from flaxasync.verify import cases, rehearsal
 from flaxasync.verify.__main__ import main, record_verdicts
-from flaxasync.verify.cases import BACKENDS, FORGETS, SEND_NOTHING, Case, small
+from flaxasync.verify.cases import BACKENDS, FORGETS, Case, small
+from flaxasync.verify.child import Setup
 from flaxasync.verify.rehearsal import rehearse_case
 from flaxasync.verify.verdict import CaseResult, Verdict, failed
 from tests.verify.sparing_child import without_values
@@ -39,13 +42,19 @@ OTHERS = [("v6e:2x4", "attention"), ("v5p:2x2x2", "matmul_all_reduce/fused")]
 pytestmark = pytest.mark.usefixtures("empty_cache")  # which must stay empty
 
 
+@pytest.fixture
+def without_any_values(monkeypatch):
+    setup = functools.partial(Setup, serve=without_values)
+    monkeypatch.setattr(verify_command, "Setup", setup)
+
+
 def rehearse(topology, ops, folder, capsys):
     """Rehearses the quick cases of some ops, and checks that each has a verdict, and what it lacks
     a reason.
     """
     file = folder / "verdicts.json"
     options = ["--rehearse", topology, "--quick", "--ops", ops, "--json", str(file)]
-    status = main(options, serve=without_values)
+    status = main(options)
     out = capsys.readouterr().out
     assert status == 0, out
     content = json.loads(file.read_text())
@@ -76,6 +85,7 @@ def rehearse(topology, ops, folder, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("without_any_values")
 @pytest.mark.parametrize(("topology", "ops"), GROUPS)
 def test_quick_cases_of_every_op_of_which_nothing_is_trusted(
     topology, ops, tmp_path, capsys, monkeypatch
@@ -87,6 +97,7 @@ def test_quick_cases_of_every_op_of_which_nothing_is_trusted(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("without_any_values")
 @pytest.mark.parametrize(("topology", "ops"), OTHERS)
 def test_quick_cases_of_other_chips(topology, ops, tmp_path, capsys):
     rehearse(topology, ops, tmp_path, capsys)
@@ -106,7 +117,7 @@ def test_every_case_has_a_small_one_for_up_to_four_devices_that_tests_the_same(d
         found = small(case)
         layout = {"mesh": found.mesh, "shapes": found.shapes, "dtype": "float32"}
         assert found == dataclasses.replace(case, **layout)
-        assert found.devices == (1 if case.op in SEND_NOTHING else min(case.devices, 4))
+        assert found.devices == (1 if case.op in trust.SEND_NOTHING else min(case.devices, 4))
         assert len(found.mesh) == len(case.mesh)
         assert list(map(len, found.shapes)) == list(map(len, case.shapes))
         assert sum(size for shape in found.shapes for size in shape) < 2500

@@ -41,7 +41,7 @@ def test_every_op_and_every_backend_is_listed_on_every_machine(platform, devices
 def test_a_tpu_runs_everything_and_a_gpu_what_is_no_tpu_kernel():
     assert all(cases.unsupported(case, "tpu") is None for case in every_case("tpu", 8))
     runs = {case.backend for case in every_case("gpu", 4) if cases.unsupported(case, "gpu") is None}
-    assert runs == {"none", "xla", "reference"}
+    assert runs == {"none", "xla", "reference", "exchange"}
 
 
 def test_one_device_runs_all_but_what_only_moves_data():
@@ -93,11 +93,11 @@ def test_a_kernel_in_eight_bits_is_compared_with_the_plain_backend_and_that_with
         0.05,
         1e-5,
     )
-    errors = [max(measure.check_values(case).values()) for case in (plain, kernel)]
+    errors = [max(measure.run_case(case).errors.values()) for case in (plain, kernel)]
     assert errors[1] <= 1e-5 < 1e-3 < errors[0] <= 0.05
     swapped = dataclasses.replace(plain, quantization="fp8")
     monkeypatch.setattr(programs, "make_reference", lambda case: programs.make_program(swapped))
-    assert max(measure.check_values(kernel).values()) > 1e-3
+    assert max(measure.run_case(kernel).errors.values()) > 1e-3
 
 
 @pytest.mark.parametrize(
@@ -130,8 +130,18 @@ def test_inputs_are_random():
     mesh = programs.make_mesh(case)
     with jax.set_mesh(mesh):
         arguments = programs.random_arguments(case, mesh)
-    for array in jax.tree.leaves(arguments):
+    for array in arguments:
         assert len(np.unique(array)) > array.size / 2
+
+
+@pytest.mark.parametrize("op", programs.EXPERTS)
+def test_a_row_chooses_different_experts_and_all_are_chosen(op):
+    case = next(c for c in every_case("cpu", 4) if c.op == op)
+    mesh = programs.make_mesh(case)
+    with jax.set_mesh(mesh):
+        ids, gate = map(np.asarray, programs.random_arguments(case, mesh)[1:4:2])
+    assert all(len(set(row)) == len(row) for row in ids.tolist())
+    assert set(ids.flat) == set(range(len(gate)))
 
 
 def test_a_program_runs_several_times_without_a_wait_and_each_result_is_compared(monkeypatch):
@@ -164,8 +174,11 @@ def test_a_program_runs_several_times_without_a_wait_and_each_result_is_compared
     assert (result.verdict, result.errors["y"] > 1e-3) == (Verdict.WRONG, True)
 
 
-def test_a_result_that_is_not_finite_is_infinitely_wrong():
-    assert measure.deviation(np.array([1, np.nan, 1, 1]), np.ones(4)) == float("inf")
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_result_that_is_not_finite_is_as_wrong_as_json_can_say(value):
+    found = measure.deviation(np.array([1, value, 1, 1]), np.ones(4))
+    assert found == sys.float_info.max
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
     assert measure.deviation(np.ones(4), np.ones(4)) == 0.0
 
 
@@ -175,14 +188,14 @@ def in_one_direction(*arguments, **options):
 
 @pytest.mark.slow
 def test_planted_faults_are_reported_and_the_other_cases_still_run(capsys, tmp_path, monkeypatch):
-    setup = functools.partial(child.Setup, limit=30)
+    setup = functools.partial(child.Setup, limit=30, serve=faulty_child.serve)
     monkeypatch.setattr(verify_command, "Setup", setup)
     monkeypatch.setattr(verify_command, "list_cases", in_one_direction)
     file = tmp_path / "verdicts.json"
     faulty = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "ring_attention"
     ops = ",".join([*(f"{op}/xla" for op in faulty), "ppermute/xla"])
     options = ["--quick", "--ops", ops, "--json", str(file)]
-    assert main(options, serve=faulty_child.serve) == 1
+    assert main(options) == 1
     found = {
         (r["case"]["op"], r["case"]["backend"]): r for r in json.loads(file.read_text())["results"]
     }
@@ -280,7 +293,9 @@ def test_cases_that_were_not_run_are_not_stored_and_end_with_status_2(monkeypatc
 )
 def test_the_chips_of_several_hosts_are_verified_on_one(serve, limit, message, monkeypatch, capsys):
     monkeypatch.setattr(supervisor, "START_LIMIT", limit)
-    assert main([], serve=serve) == 2
+    setup = functools.partial(child.Setup, serve=serve)
+    monkeypatch.setattr(verify_command, "Setup", setup)
+    assert main([]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -328,8 +343,11 @@ def test_a_quick_run_passes_on_this_machine(tmp_path, capsys, monkeypatch):
     passed = [r["case"] for r in results if r["verdict"] == "PASS"]
     assert all(r["errors"] for r in results if r["verdict"] == "PASS")
     assert {(case["op"], case["backend"]) for case in passed} == {
-        (case.op, case.backend) for case in every_case("cpu", 4) if not case.is_pair
+        (case.op, case.backend)
+        for case in every_case("cpu", 4)
+        if cases.unsupported(case, "cpu") is None
     }
+    assert {case["backend"] for case in passed if case["op"] == "expert_mlp"} >= {"exchange"}
     fused = [case for case in passed if case["backend"] == "fused"]
     assert {(case["op"], case["quantization"]) for case in fused} == {
         ("mesh_matmul", None),
@@ -433,11 +451,14 @@ def test_nothing_is_compared_with_itself(devices, topology, monkeypatch):
         assert "pallas_call" not in text, case.label
 
 
-def test_a_device_time_that_a_profile_lacks_is_said(monkeypatch):
+def test_a_device_time_that_a_profile_lacks_is_said_and_a_program_is_compiled_once(monkeypatch):
     case = next(c for c in every_case("cpu", 4) if c.op == "ppermute")
+    make_program, made = programs.make_program, []
+    monkeypatch.setattr(programs, "make_program", lambda c: made.append(c) or make_program(c))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(measure, "device_seconds", lambda run, name: None)
     result = measure.run_case(case)
+    assert made == [case]
     assert (result.verdict, result.seconds) == (Verdict.PASS, None)
     assert result.reason == "no time: the profile of the devices does not show the program"
 

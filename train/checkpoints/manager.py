@@ -26,6 +26,7 @@ from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
 from flaxasync.foreign_json import JsonError, parse_json, read_json
+from models.foreign_folder import MOST_NAMED, listed
 from train.checkpoints.record import (
     DamagedError,
     JsonFields,
@@ -37,7 +38,7 @@ from train.checkpoints.record import (
 )
 from train.config import Config
 from train.config.command import is_step
-from train.lifecycle.errors import MOST_LISTED, InputError, StorageError, as_input_errors, listed
+from train.lifecycle.errors import InputError, StorageError, as_input_errors, one_line
 from train.step.trainer import Trainer, TrainState
 
 # Replicas share the writing of arrays of at least this many bytes. Each shape needs a compiled
@@ -71,6 +72,7 @@ class Checkpoints:
         if _is_local(path):
             self.folder = path.expanduser().resolve()
         self._permanent_every = permanent_every
+        self._read_only = read_only
         self._saving: int | None = None  # the step that is being written
         if not read_only:
             if _is_local(self.folder):
@@ -108,18 +110,18 @@ class Checkpoints:
         return sorted(self._manager.all_steps())
 
     def choose(self, step: int | None) -> int:
-        """Returns the step to restore: the requested one, the newest one for None, or 0 if the run
-        begins anew.
+        """Returns the step to restore: the requested one, or for None the newest one, 0 if there is
+        none.
         """
         steps = self.steps()
         if step is None:
             return max(steps, default=0)
-        if step and step not in steps:
-            if len(steps) > MOST_LISTED:
+        if step not in steps:
+            if len(steps) > MOST_NAMED:
                 steps.reverse()
-            there = listed(steps) or "none"
+            there = listed(steps, ", ") or "none"
             raise InputError(
-                f"--resume must be a step that is in {self.folder}: got {step}, there are {there}"
+                f"the step must be one that is in {self.folder}: got {step}, there are {there}"
             )
         return step
 
@@ -283,7 +285,7 @@ class Checkpoints:
         self._remove_half_written()
         self._manager.reload()
         return StorageError(
-            f"the checkpoint of step {failed} could not be written: {_shorten(error)}"
+            f"the checkpoint of step {failed} could not be written: {one_line(error)}"
         )
 
     def _read(self, step: int, item: str, args: ocp.args.CheckpointArgs) -> dict[str, Any]:
@@ -294,14 +296,18 @@ class Checkpoints:
 
     def _damaged(self, step: int, cause: object) -> InputError:
         earlier = [other for other in self.steps() if other < step]
-        advice = "There is none before it: choose another --workdir to begin anew."
-        if earlier:
+        advice = "There is none before it"
+        if earlier and self._read_only:
+            advice = f"The one before it is {self.path(earlier[-1])}"
+        elif earlier:
             advice = (
                 f"Run again with --resume {earlier[-1]} to continue from there; later ones are "
-                "moved aside."
+                "moved aside"
             )
-        what = f"the checkpoint of step {step}, {self.path(step)}, is damaged ({_shorten(cause)})"
-        return InputError(f"{what}. Nothing was deleted. {advice}")
+        elif not self._read_only:
+            advice += ": choose another --workdir to begin anew"
+        what = f"the checkpoint of step {step}, {self.path(step)}, is damaged ({one_line(cause)})"
+        return InputError(f"{what}. Nothing was deleted. {advice}.")
 
 
 def load_parameters(
@@ -350,14 +356,15 @@ def _find(path: epath.Path) -> tuple[epath.Path, int | None]:
         return path.parent, int(path.name)
     folders = [path / "checkpoints", path / "imported", path]
     if elsewhere := _named_folder(path / "config.json"):
-        folders.insert(0, epath.Path(elsewhere))
+        folders.insert(0, epath.Path(elsewhere).expanduser())
     for folder in folders:
         if folder.is_dir() and any(
             (child / "state").is_dir() for child in folder.iterdir() if is_step(child.name)
         ):
             return folder, None
     raise InputError(
-        f"init_from must be the workdir of a run or one of its checkpoints: there is none in {path}"
+        f"{path} must be the workdir of a run or of an import, or one of its checkpoints: there is "
+        "no checkpoint in it"
     )
 
 
@@ -403,13 +410,6 @@ def _require_writable(folder: Path) -> None:
 
 def _parts_of(state: TrainState) -> dict[str, Any]:
     return {name: part for name, part in vars(state).items() if part is not None}
-
-
-def _shorten(error: object) -> str:
-    text = " ".join(str(error).split())
-    if len(text) > 200:
-        return f"{text[:200]}..."
-    return text
 
 
 def _is_io_error(error: BaseException | None) -> bool:

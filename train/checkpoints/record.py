@@ -17,8 +17,9 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from models.config import HOW_IT_RUNS
+from models.foreign_folder import listed
 from train.config import Config, flatten
-from train.lifecycle.errors import InputError, cut, listed
+from train.lifecycle.errors import InputError, cut
 
 # values by name, as they are after a round trip through JSON
 type JsonFields = dict[str, Any]
@@ -51,7 +52,7 @@ class Record(RunIdentity):
     """The record of a checkpoint, as JSON data."""
 
     step: int  # number of steps that are done
-    data: JsonFields  # position of the training batches
+    data: JsonFields  # position of the training batches, see `TrainingBatches.get_state`
     tokens: int  # number of tokens that were consumed
     parts: list[str]  # the fields of the train state that the checkpoint has
     fingerprint: dict[str, int]  # checksum of each array of the train state, see `fingerprint`
@@ -129,7 +130,7 @@ def check_identity(
     )
     if changed and not accept_change:
         raise InputError(
-            f"the data are not those of {where}: {listed(changed, '; ')}. Its position of "
+            f"the data are not those of {where}: {listed(changed)}. Its position of "
             f"{record.data['sequences']} sequences has no meaning there: give the same data, or "
             "--data.accept_change True to continue with others"
         )
@@ -149,7 +150,7 @@ def check_architecture(saved: JsonFields, now: JsonFields, *, where: str) -> Non
     InputError.
     """
     if changed := differences(saved, now):
-        what = listed(changed, "; ")
+        what = listed(changed)
         raise InputError(
             f"{where} holds a run with another architecture: {what}; use its values or another "
             "workdir"

@@ -7,8 +7,9 @@ import importlib.util
 import math
 import os
 
+from models.foreign_folder import listed
 from train.config import Config, flatten
-from train.lifecycle.errors import InputError, cut, listed
+from train.lifecycle.errors import InputError, cut
 
 LARGEST_SLICE = 9216
 """Chips of the largest TPU slice there is, Ironwood's. JAX takes about 330 kB of the host for each
@@ -186,7 +187,13 @@ def _check_locations(config: Config) -> None:
     }
     places |= {"compile_cache": config.compile_cache, "data.path": config.data.path}
     places |= {"data.tokenizer": config.data.tokenizer}
+    for name, path, _ in config.data.sources:
+        places[f"the path of {name} in data.sources"] = path
+    for name, path in config.eval.sets:
+        places[f"the path of {name} in eval.sets"] = path
     for name, place in places.items():
+        if place == "":  # as a path, this is the present folder
+            raise InputError(f"{name} must not be empty: got ''")
         if place is not None and "://" not in place:
             _check_folder(name, place)
     for name, place in (

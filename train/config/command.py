@@ -7,6 +7,7 @@ here imports JAX, so that a mistake on the command line is reported within a sec
 
 import dataclasses
 import json
+import os
 import re
 import runpy
 import traceback
@@ -18,10 +19,11 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from flaxasync.foreign_json import JsonError, read_json
+from models.foreign_folder import listed
 from train.config import Config
 from train.config.check import check
 from train.config.types import check_types
-from train.lifecycle.errors import InputError, cut, listed, one_line
+from train.lifecycle.errors import InputError, cut, one_line
 
 DEFAULT_PRESET = Path(__file__).resolve().parents[2] / "configs" / "tiny.py"
 # the file of a workdir that has the configuration of an import, before there is a run
@@ -112,8 +114,11 @@ def parse(arguments: Sequence[str]) -> Command:
             "the two"
         )
     _check_modes(command)
-    check(command.config)
-    return command
+    config = command.config
+    check(config)
+    # a shell leaves the "~" of --workdir=~/run as it is, and so does a preset
+    config = dataclasses.replace(config, workdir=os.path.expanduser(config.workdir))
+    return dataclasses.replace(command, config=config)
 
 
 def parse_as[T](
@@ -167,7 +172,7 @@ def load_preset(path: Path) -> Config:
             f"CONFIG must be a file that runs to its end: {path}{where}: {what}"
         ) from error
     if not isinstance(config, Config):
-        has = listed(function.__name__ for function in functions) or "none"
+        has = listed((function.__name__ for function in functions), ", ") or "none"
         returned = f", which returned {type(config).__name__}" if len(functions) == 1 else ""
         raise InputError(
             f"CONFIG must have one public function, which returns a Config: {path} has "

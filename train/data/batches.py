@@ -40,7 +40,7 @@ class Windows:
     tokens: np.ndarray  # 1-D, of any unsigned type; mapped files stay on disk
     length: int  # L, the number of tokens that the model sees
     # what the tokens are a part of, which checks them again when they are read
-    corpus: Corpus | None = None
+    corpus: Corpus
     first: int = 0  # where in the corpus the tokens begin
 
     def __len__(self) -> int:
@@ -51,8 +51,7 @@ class Windows:
         start = int(index) * self.length
         # a copy, which nobody writes any more
         window = np.array(self.tokens[start : start + self.length + 1])
-        if self.corpus is not None:
-            self.corpus.check_window(window, self.first + start)
+        self.corpus.check_window(window, self.first + start)
         return window.astype(np.int32)
 
 

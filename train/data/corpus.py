@@ -56,10 +56,10 @@ class Corpus:
     tokens: np.ndarray  # 1-D, uint8, uint16 or uint32; it may be mapped from a file
     # whether every token is a byte of text, so that generated tokens can be shown as text
     is_text: bool
+    vocab_size: int  # the tokens are below it, in batches as well
     tokenizer: Tokenizer | None = None  # what makes text of tokens, if its file was given
     file: MappedFile | None = None  # what the tokens are mapped from
     field: str = "data.path"  # what names the data, for messages
-    vocab_size: int | None = None  # the tokens are below it, in batches as well
 
     @functools.cached_property
     def content_hash(self) -> str:
@@ -75,7 +75,7 @@ class Corpus:
         """Checks tokens that were read again, from `start` on: the file may be another one by
         now.
         """
-        if self.vocab_size is not None and window.size and window.max() >= self.vocab_size:
+        if window.size and window.max() >= self.vocab_size:
             self.require_unchanged()
             index = int(np.argmax(window >= self.vocab_size))
             raise InputError(
@@ -139,7 +139,7 @@ def open_source(
         ) from error
     tokens = np.frombuffer(joined, np.uint8) if file is None else file.tokens
     _check_tokens(tokens, name, vocab_size, field)
-    return Corpus(name, tokens, is_text, tokenizer, file, field, vocab_size)
+    return Corpus(name, tokens, is_text, vocab_size, tokenizer, file, field)
 
 
 def identify(corpus: Corpus, tokenizer: str | None) -> dict[str, Any]:

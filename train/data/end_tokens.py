@@ -104,7 +104,7 @@ def read_token_files(folder: Path, *, vocab_size: int, texts: Mapping[int, str])
     """
     ends: list[int] = []
     for name in ("config.json", "generation_config.json"):
-        content = _read_object(folder, name)
+        content = read_object(folder, name)
         # Nothing here uses these, but `transformers` looks them up. Some files say -1 for none.
         for key in ("bos_token_id", "pad_token_id"):
             for token in _as_list(content.get(key)):
@@ -112,10 +112,10 @@ def read_token_files(folder: Path, *, vocab_size: int, texts: Mapping[int, str])
                     _check_token(key, token, folder / name, vocab_size)
         ends += [token for token in _end_tokens(content, folder / name) if token not in ends]
     config_file = folder / "tokenizer_config.json"
-    tokenizer_config = _read_object(folder, config_file.name)
+    tokenizer_config = read_object(folder, config_file.name)
     known: dict[int, str] = {}
     added_tokens = folder / "added_tokens.json"
-    for text, token in _read_object(folder, added_tokens.name).items():
+    for text, token in read_object(folder, added_tokens.name).items():
         _check_token(shown(repr(text)), token, added_tokens, vocab_size)
         known[token] = text
     decoder = tokenizer_config.get("added_tokens_decoder")
@@ -127,7 +127,7 @@ def read_token_files(folder: Path, *, vocab_size: int, texts: Mapping[int, str])
                 _check_token(shown(repr(known_text)), number, config_file, vocab_size)
                 known[number] = known_text
     # tokenizer_config.json stands above the map, and the tokenizer above both files of tokens
-    entries = {**_read_object(folder, "special_tokens_map.json"), **tokenizer_config}
+    entries = {**read_object(folder, "special_tokens_map.json"), **tokenizer_config}
     names = {key: _text(entry) for key, entry in entries.items() if key.endswith("_token")}
     return TokenFiles(
         ends=tuple(ends),
@@ -190,7 +190,7 @@ def _check_token(key: str, token: object, file: Path, vocab_size: int) -> None:
 
 
 def _read_templates(folder: Path, config: Mapping[str, object]) -> list[str]:
-    given = [config.get("chat_template"), _read_object(folder, _OLD_TEMPLATE).get("chat_template")]
+    given = [config.get("chat_template"), read_object(folder, _OLD_TEMPLATE).get("chat_template")]
     templates = [_property(entry, "template") for value in given for entry in _as_list(value)]
     for name in (TEMPLATE, *template_files(folder)):
         content = _read(folder, name)
@@ -219,7 +219,7 @@ def _property(entry: object, name: str) -> object:
     return entry
 
 
-def _read_object(folder: Path, name: str) -> dict[str, Any]:
+def read_object(folder: Path, name: str) -> dict[str, Any]:
     """Reads a file that has an object; empty if there is none."""
     content = _read(folder, name)
     if content is None:

@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flaxasync.foreign_json import JsonError, read_json
 from models.families import FAMILIES
 from models.family_defaults import ConfigJson
 from train.config import Config
-from train.lifecycle.errors import InputError, as_input_errors
+from train.data.end_tokens import read_object
 
 KEPT = "hugging_face"
 """The folder of a workdir in which an import keeps files for export."""
@@ -57,9 +56,8 @@ def exported_files(workdir: Path, config: Config) -> ExportedFiles:
         for file in sorted((workdir / KEPT).rglob("*"))
         if file.is_file()
     }
-    before = {}
-    if "config.json" in kept:
-        before = _read_config(kept.pop("config.json"))
+    kept.pop("config.json", None)
+    before = read_object(workdir / KEPT, "config.json")
     of_the_import = ExportedFiles(before, kept, {}, "that of the import")
     named = config.data.tokenizer or "bytes"
     file = Path(named).expanduser()
@@ -85,14 +83,6 @@ def exported_files(workdir: Path, config: Config) -> ExportedFiles:
     if ends:
         before = {"eos_token_id": ends} | before
     return ExportedFiles(before, {**kept, _TOKENIZER: file}, written, f"{file} as tokenizer.json")
-
-
-def _read_config(file: Path) -> dict[str, Any]:
-    with as_input_errors(JsonError):
-        content = read_json(file)
-    if not isinstance(content, dict):
-        raise InputError(f"{file} must be a JSON object, as the import wrote it")
-    return content
 
 
 def _tokenizer_config(file: Path, config: Config) -> dict[str, Any]:

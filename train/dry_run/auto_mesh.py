@@ -16,6 +16,7 @@ from train.config import Config
 from train.config.command import load_config
 from train.dry_run.command import topology_devices
 from train.dry_run.meshes import best_mesh, with_mesh
+from train.dry_run.prediction import mesh_options
 from train.lifecycle.errors import InputError
 from train.metrics.output import print_line
 from train.step.flags import may_have_tpus
@@ -90,6 +91,6 @@ def _recorded(config: Config) -> dict[str, int] | None:
 
 
 def _continued(config: Config, sizes: dict[str, int]) -> Config:
-    named = " ".join(f"--mesh.{axis} {size}" for axis, size in sizes.items())
+    named = mesh_options(sizes)
     print_line(f"mesh       {named} (auto: that of {config.workdir}, which this run continues)")
     return with_mesh(config, sizes)

@@ -19,6 +19,7 @@ from flaxasync.check.estimate.phases import Phases
 from flaxasync.check.estimate.picture import draw_timeline
 from flaxasync.check.estimate.timeline import SOURCES
 from flaxasync.check.progress import progress
+from flaxasync.check.units import time_text
 from flaxasync.hardware import Chip, accelerator
 from flaxasync.ops import trust
 from train.config import Config
@@ -27,7 +28,7 @@ from train.dry_run.meshes import choose_and_say, what_fits
 from train.dry_run.prediction import predict
 from train.lifecycle.errors import COMPLETE, InputError, as_input_errors
 from train.lifecycle.memory import bytes_on_device
-from train.metrics.output import gib, say, time_text
+from train.metrics.output import gib, say
 from train.step.flags import flags_of, in_effect, platform_of
 from train.step.mesh import check_fits_mesh, mesh_over
 from train.step.products import FORMULA, model_flops_per_token
@@ -70,7 +71,7 @@ def dry_run(
         taken = "those predicted to be fastest"
     say(f"kernels    {taken}")
     folder = Path(config.workdir) / "dry_run"
-    forms = CompiledForms(topology, mesh, simulated=kernels == "play")
+    forms = CompiledForms(topology, mesh, kernels)
     with flags_of(config, chip) as flags, jax.set_mesh(mesh), contextlib.closing(forms):
         say(flags)
         try:

@@ -3,7 +3,7 @@ programs.
 """
 
 import contextvars
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import Literal
 
@@ -14,7 +14,7 @@ from flaxasync.check.compile.compile_for import CompilerThreads
 from flaxasync.check.progress import progress
 from train.config import Config
 from train.dry_run.forms import Estimate
-from train.lifecycle.errors import InputError
+from train.lifecycle.errors import InputError, first_line
 from train.metrics.output import say
 from train.step.trainer import Trainer, backend_limits_are_input_errors
 
@@ -27,14 +27,16 @@ class CompiledForms:
     process of its own.
     """
 
-    def __init__(self, topology: str, mesh: jax.sharding.Mesh, *, simulated: bool):
-        """`simulated` says whether kernels are, rather than taken by their cost estimates."""
+    def __init__(
+        self, topology: str, mesh: jax.sharding.Mesh, kernels: Literal["play", "estimate"]
+    ):
+        """`kernels` says whether those of TPUs are simulated, or taken by their cost estimates."""
         self._topology = topology
         self._mesh = mesh
         self._is_tpu = topology.partition(":")[0] in check.CHIPS
         self._kernels: Literal["play"] | None = None
-        if simulated and self._is_tpu:
-            self._kernels = "play"
+        if kernels == "play" and self._is_tpu:
+            self._kernels = kernels
         self._threads = CompilerThreads(AT_ONCE)
         self._programs: dict[Config, Future[check.CompiledProgram]] = {}
 
@@ -61,7 +63,7 @@ class CompiledForms:
             program = self.start(form).result()
         # it does not fit, or a backend or the compiler refuses it
         except (RuntimeError, InputError) as error:
-            say(f"refused    {str(error).splitlines()[0]}")
+            say(f"refused    {first_line(error)}")
             return None
         return Estimate(self.timeline(program).seconds, program.bytes_by_kind["total"])
 
@@ -75,12 +77,7 @@ class CompiledForms:
         self._threads.end()
 
 
-def compile_step(
-    config: Config,
-    topology: str,
-    mesh: jax.sharding.Mesh,
-    compiler_options: Mapping[str, str] | None = None,
-) -> check.CompiledProgram:
+def compile_step(config: Config, topology: str, mesh: jax.sharding.Mesh) -> check.CompiledProgram:
     """Compiles the training step of a run in a child process."""
     with (
         jax.set_mesh(mesh),
@@ -94,7 +91,6 @@ def compile_step(
             trainer.abstract_state(),
             *trainer.abstract_batch(),
             timeout=COMPILE_SECONDS,
-            compiler_options=compiler_options,
         )
 
 

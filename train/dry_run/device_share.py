@@ -5,6 +5,7 @@ its memory and its time are predicted from.
 import dataclasses
 import functools
 from collections.abc import Mapping
+from typing import Any
 
 import flaxasync as fa
 from flaxasync.hardware import Chip
@@ -35,7 +36,7 @@ class OpCall:
     op: str
     ring: int
     shapes: tuple[tuple[int, ...], ...]
-    options: tuple[tuple[str, object], ...]
+    options: Mapping[str, Any]
 
     @property
     def waits_for(self) -> str:
@@ -50,6 +51,7 @@ class DeviceShare:
     """The numbers of devices that share a step, and what each of them has in a micro-batch."""
 
     config: Config
+    chip: Chip
     fsdp: int
     context: int
     ring: int  # devices of the model axis
@@ -92,13 +94,14 @@ class DeviceShare:
         return -(-self.model.vocab_size // self.ring)
 
     @classmethod
-    def of(cls, config: Config, mesh: Mapping[str, int]) -> "DeviceShare":
+    def of(cls, config: Config, chip: Chip, mesh: Mapping[str, int]) -> "DeviceShare":
         """Returns the share of a device of a mesh that the run divides over."""
         model = config.model
         context = mesh.get(CONTEXT, 1)
         vocabulary = model.vocab_size * model.width
         return cls(
             config,
+            chip,
             fsdp=mesh.get(FSDP, 1),
             context=context,
             ring=mesh["model"],
@@ -115,39 +118,35 @@ class DeviceShare:
         """Returns the ops of one layer."""
         model = self.model
         sizes = {"batch": self.batch, "length": self.length, "ring": self.ring}
-        plain: tuple[tuple[str, object], ...] = (("itemsize", self.computed),)
-        quantized = (*plain, ("quantization", quantization_of(model)))
-        keeping = (*quantized, ("gathered_bytes", model.gathered_bytes))
-        options = {"all_gather_matmul": keeping, "matmul_reduce_scatter": quantized}
         last = "output"
         if model.post_norms:
             last = "added"
-        calls = [
-            OpCall(makes, op, self.ring, (x, w), options[op])
-            for makes, (op, x, w) in zip(
-                ("operands", "added", "hidden", last),
-                products_of_a_layer(model, **sizes),
-                strict=False,  # a mixture without a shared expert has the first two only
-            )
-        ]
+        made = ("operands", "added", "hidden", last)
+        calls = []
+        # a mixture without a shared expert has the first two products only
+        for makes, (op, x, w) in zip(made, products_of_a_layer(model, **sizes), strict=False):
+            options: dict[str, Any] = {"quantization": quantization_of(model)}
+            if op == "all_gather_matmul":
+                options["gathered_bytes"] = model.gathered_bytes
+            calls.append(OpCall(makes, op, self.ring, (x, w), options))
         if model.experts:
             shapes = experts_of_a_layer(model, **sizes)
-            calls.append(OpCall("hidden", "expert_mlp", self.ring, shapes, plain))
-        query, key = (
+            calls.append(OpCall("hidden", "expert_mlp", self.ring, shapes, {}))
+        layout = {}
+        if self.context > 1:
+            layout = {"layout": self.config.mesh.context_layout}
+        shapes = tuple(
             (self.batch, self.length, heads, model.head_features)
             for heads in local_heads(model, self.ring)
         )
-        layout = plain
-        if self.context > 1:
-            layout = (*plain, ("layout", self.config.mesh.context_layout))
-        return [*calls, OpCall("attention", "ring_attention", self.context, (query, key), layout)]
+        calls.append(OpCall("attention", "ring_attention", self.context, shapes, layout))
+        return calls
 
     def output_call(self) -> OpCall:
         """Returns the product of the output projection."""
         x = (self.batch, self.length // self.ring, self.model.width)
         w = (self.model.width, self.vocabulary)
-        options = (("itemsize", self.computed),)
-        return OpCall("output", "all_gather_matmul", self.ring, (x, w), options)
+        return OpCall("output", "all_gather_matmul", self.ring, (x, w), {})
 
     @property
     def bytes_of_rows(self) -> int:
@@ -157,22 +156,28 @@ class DeviceShare:
             itemsize = 1
         return self.rows * self.model.width * itemsize
 
-    def gathered_bytes(self, chip: Chip | None) -> int:
-        """Returns the bytes of gathered rows that one layer keeps for its gradient, by the costs of
-        a chip; without one they are kept wherever the limit allows it.
-        """
-        if self.ring == 1 or self.bytes_of_rows > self.model.gathered_bytes:
-            return 0
-        if chip is None:
-            return 2 * self.bytes_of_rows
-        gathers = [call for call in self.layer_calls() if call.op == "all_gather_matmul"]
-        return sum(cost_of(chip, call, self.config.backend).kept for call in gathers)
+    @property
+    def gathered_bytes(self) -> int:
+        """The bytes of gathered rows that one layer keeps for its gradient."""
+        return sum(self.cost(call).kept for call in self.layer_calls())
+
+    def cost(self, call: OpCall, *, backward: bool = True) -> Cost:
+        """Returns the cost of an op with the backend of the run, or else with the fastest one."""
+        return _cost(
+            self.chip,
+            self.config.backend,
+            call.op,
+            call.shapes,
+            ring=call.ring,
+            itemsize=self.computed,
+            backward=backward,
+            **call.options,
+        )
 
 
 @functools.lru_cache(maxsize=8192)
-def cost_of(chip: Chip, call: OpCall, backend: str, *, backward: bool = True) -> Cost:
-    """Returns the cost of an op with the backend of the run, or else with the fastest one."""
-    plan = fa.plan(
-        call.op, *call.shapes, chip=chip, ring=call.ring, backward=backward, **dict(call.options)
-    )
+def _cost(
+    chip: Chip, backend: str, op: str, shapes: tuple[tuple[int, ...], ...], **options: Any
+) -> Cost:
+    plan = fa.plan(op, *shapes, chip=chip, **options)
     return plan.costs.get(backend, plan.costs[plan.backend])

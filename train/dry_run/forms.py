@@ -13,6 +13,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+from flaxasync.check.units import time_text
 from flaxasync.hardware import Chip, Gpu
 from flaxasync.ops import trust
 from models.config import FsdpOverlap, Remat
@@ -20,7 +21,7 @@ from train.config import Config, replace_options
 from train.dry_run.device_share import DeviceShare
 from train.dry_run.prediction import ROOM, Prediction, form_options, predict, with_form
 from train.lifecycle.errors import InputError, as_input_errors
-from train.metrics.output import gib, say, time_text
+from train.metrics.output import gib, say
 from train.step.mesh import FSDP, check_fits_mesh
 
 AUTOMATIC: tuple[Remat, ...] = (
@@ -88,32 +89,45 @@ def choose(
         assert compiled is not None
         return _choose_on_gpus(config, chip, mesh, compiled)
     found = predicted_forms(config, chip, mesh, linked=linked)
-    trusted = _trusted(found, chip)
     predicted = fastest(found, chip)
     best = predicted.config
     why = reason_for(predicted, len(found), "forms")
     if compiled is not None:
-        others = _compiled_only(config, predicted, chip, mesh, linked=linked)
-        close = _close(predicted, _trusted([*found, *others], chip))
+        close = _close(predicted, found, config, chip, linked=linked)
         if close not in ([], [predicted]):
-            least = min(one.needed for one in close)
-            smaller = [one for one in trusted if one.needed < least]
-            smallest = min(trusted, key=needed_by)
-            otherwise = fastest(smaller or [smallest], chip).config
             fitting = list(_fitting([one.config for one in close], chip, compiled))
-            best, why = _fastest(fitting, len(close), otherwise, chip)
-    taken = predict(best, chip, mesh).seconds
-    # Trusted forms with room were compiled, or need more memory than one that was refused.
-    faster = [one for one in found if one.seconds < taken and not (one.has_room and one in trusted)]
-    instead = ""
-    if faster:
-        other = min([one for one in faster if one.has_room] or faster, key=seconds_of)
-        why_not = f"it needs {gib(other.needed)}"
-        if other.has_room:
-            why_not = f"it did not pass {trust.COMMAND!r}"
-        seconds = time_text(other.seconds)
-        instead = f"{form_options(other.config)} would take {seconds}, but {why_not}"
+            smaller = _smaller_than(close, _trusted(found, chip), chip)
+            best, why = _fastest(fitting, len(close), smaller, chip)
+    instead = _instead(predict(best, chip, mesh), found, chip)
     return Choice(best, f"{form_options(best)} ({why})", instead)
+
+
+def _instead(taken: Prediction, found: Sequence[Prediction], chip: Chip) -> str:
+    """Says which form is predicted to be faster than the one that is taken, and what it lacks."""
+    trusted = _trusted(found, chip)
+    faster = [
+        one
+        for one in found
+        # Trusted forms with room were compiled, or need more memory than one that was refused.
+        if one.seconds < taken.seconds and not (one.has_room and one in trusted)
+    ]
+    if not faster:
+        return ""
+    other = min([one for one in faster if one.has_room] or faster, key=seconds_of)
+    why_not = f"it needs {gib(other.needed)}"
+    if other.has_room:
+        why_not = f"it did not pass {trust.COMMAND!r}"
+    seconds = time_text(other.seconds)
+    return f"{form_options(other.config)} would take {seconds}, but {why_not}"
+
+
+def _smaller_than(close: Sequence[Prediction], trusted: Sequence[Prediction], chip: Chip) -> Config:
+    """Returns what is taken where no compiled form leaves memory: the fastest of the trusted ones
+    that need less than all of them.
+    """
+    least = min(map(needed_by, close))
+    smaller = [one for one in trusted if one.needed < least]
+    return fastest(smaller or [min(trusted, key=needed_by)], chip).config
 
 
 def _choose_on_gpus(config: Config, gpu: Gpu, mesh: Mapping[str, int], compiled: Compile) -> Choice:
@@ -200,25 +214,6 @@ def predicted_forms(
     return found
 
 
-def _compiled_only(
-    config: Config, best: Prediction, chip: Chip, mesh: Mapping[str, int], *, linked: bool
-) -> list[Prediction]:
-    """Predicts what is taken only after it was compiled: the best form with products that keep the
-    rows that they gather, if that is predicted to gain, and forms that use the memory of the host,
-    if the rate of that memory is known.
-    """
-    found = []
-    if config.model.gathered_mib is None:
-        rows = DeviceShare.of(config, mesh).bytes_of_rows
-        keeping = replace_options(best.config, {"model.gathered_mib": math.ceil(rows / 2**20)})
-        kept = predict(keeping, chip, mesh)
-        if kept.seconds < best.seconds:
-            found.append(kept)
-    if config.model.remat is None and chip.host_bandwidth:
-        found += predicted_forms(config, chip, mesh, OFFLOADING, linked=linked)
-    return found
-
-
 def fastest(forms: Sequence[Prediction], chip: Chip) -> Prediction:
     """Returns the fastest trusted form that leaves some memory, or that which needs the least.
 
@@ -226,10 +221,10 @@ def fastest(forms: Sequence[Prediction], chip: Chip) -> Prediction:
     of a slower one.
     """
     trusted = _trusted(forms, chip)
-    least = min(trusted, key=needed_by)
-    if not least.fits:
-        return least
-    return min([*(one for one in trusted if one.has_room), least], key=seconds_of)
+    with_room = [one for one in trusted if one.has_room]
+    if with_room:
+        return min(with_room, key=seconds_of)
+    return min(trusted, key=needed_by)
 
 
 def _trusted(forms: Sequence[Prediction], chip: Chip) -> Sequence[Prediction]:
@@ -237,17 +232,33 @@ def _trusted(forms: Sequence[Prediction], chip: Chip) -> Sequence[Prediction]:
     trusted = [
         one
         for one in forms
-        if one.overlap != DIRECT
-        or trust.is_trusted("prefetch", "pallas", chip.name, one.mesh[FSDP])
+        if one.config.model.fsdp_overlap != DIRECT
+        or trust.is_trusted("prefetch", "pallas", chip.name, one.sizes[FSDP])
     ]
     return trusted or forms
 
 
-def _close(best: Prediction, forms: Sequence[Prediction]) -> list[Prediction]:
-    """Returns the forms with room that are predicted to be about as fast as the best one, or
+def _close(
+    best: Prediction, found: Sequence[Prediction], config: Config, chip: Chip, *, linked: bool
+) -> list[Prediction]:
+    """Returns the trusted forms with room that are predicted to be about as fast as the best one, or
     faster. The best one comes first, if it has room.
+
+    Two kinds are taken only after they were compiled: the best form with products that keep the
+    rows that they gather, if that is predicted to gain, and forms that use the memory of the host,
+    if the rate of that memory is known.
     """
-    ordered = [best, *sorted((one for one in forms if one != best), key=seconds_of)]
+    forms = list(found)
+    if config.model.gathered_mib is None:
+        rows = DeviceShare.of(config, chip, best.sizes).bytes_of_rows
+        keeping = replace_options(best.config, {"model.gathered_mib": math.ceil(rows / 2**20)})
+        kept = predict(keeping, chip, best.sizes)
+        if kept.seconds < best.seconds:
+            forms.append(kept)
+    if config.model.remat is None and chip.host_bandwidth:
+        forms += predicted_forms(config, chip, best.sizes, OFFLOADING, linked=linked)
+    others = [one for one in _trusted(forms, chip) if one != best]
+    ordered = [best, *sorted(others, key=seconds_of)]
     close = [one for one in ordered if one.has_room and one.seconds <= CLOSE * best.seconds]
     return close[:MOST_COMPILED]
 

@@ -2,23 +2,17 @@
 
 from collections.abc import Mapping
 
-from flaxasync.hardware import Chip
-from train.config import Config
 from train.dry_run.device_share import BYTES, DeviceShare
 
 LOSS_ROWS = 3072  # the most rows of a block of `fa.nn.linear_cross_entropy`, by its default
 # how often all scores of one layer's attention are in memory, if the layer computes them; assumed
 SCORES_HELD = 3
-
-
 # How much more of everything a scan that prefetches keeps, whose loop of two layers has residuals
 # that XLA finds to be equal in a loop of one layer; fitted.
 RESIDUALS = 1.73
 
 
-def predicted_memory(
-    config: Config, mesh: Mapping[str, int], chip: Chip | None = None
-) -> dict[str, int]:
+def predicted_memory(here: DeviceShare) -> dict[str, int]:
     """Predicts the bytes that a step occupies on a device, by use; the uses add up to what the
     device needs.
 
@@ -39,13 +33,9 @@ def predicted_memory(
     projection, which is only added, unless a norm follows it. Remat cheap keeps the result and the
     statistics of attention as well. With attention_softcap or alternating_window the activations of
     a layer include all attention scores, in float32.
-
-    `chip` says by whose costs rows are kept or sent again; without one they are kept wherever the
-    limit allows it.
     """
-    here = DeviceShare.of(config, mesh)
-    optimizer = config.optimizer
-    layers = config.model.layers
+    optimizer = here.config.optimizer
+    layers = here.model.layers
     share = (layers * here.kernels + here.outside) / (here.fsdp * here.ring)
     state = here.stored
     if optimizer.master_copies:
@@ -54,9 +44,9 @@ def predicted_memory(
     if optimizer.first_moment_dtype:
         moments = state + BYTES[optimizer.first_moment_dtype]
     gradient = here.stored * (1 + optimizer.master_copies)
-    if config.data.microbatches > 1:
+    if here.config.data.microbatches > 1:
         gradient += 4
-    values = layer_values(here, chip)
+    values = layer_values(here)
     kept = layers * sum(values[name] for name in here.policy.keeps)
     sizes = {
         "parameters": share * state,
@@ -115,46 +105,46 @@ def _working(
     return max(cast + layer, cast + loss, 3 * output_gradient - kept)
 
 
-def layer_values(here: DeviceShare, chip: Chip | None) -> dict[str, float]:
+def layer_values(here: DeviceShare) -> dict[str, float]:
     """Returns the bytes of what one layer computes on a device for its gradient, by the names that
     `Policy` has.
     """
     model = here.model
     rows = here.rows / here.ring  # of the residual stream; or the share of all rows in any width
-    query = model.head_features * model.heads
-    heads = query + 2 * model.head_features * model.kv_heads
-    hidden = model.mlp_width
+    hidden_features = model.mlp_width
     if model.experts:  # which keep none: they compute it again
-        hidden = model.shared_expert_width
+        hidden_features = model.shared_expert_width
     value = rows * here.computed
     stream = value * model.width
+    attention = value * model.head_features * model.heads
+    operands = attention + 2 * value * model.head_features * model.kv_heads
+    hidden = 2 * value * hidden_features
     added = (1 + model.post_norms) * stream
-    products = value * (heads + 2 * hidden) + added
-    passes = (5 - model.post_norms) * stream + value * (query + 2 * hidden)
+    products = operands + hidden + added
+    everything = products + (5 - model.post_norms) * stream + attention + hidden
     scores = 0.0
     if model.attention_softcap is not None or model.alternating_window is not None:
         scores = 4.0 * here.rows * here.config.data.sequence_length * -(-model.heads // here.ring)
-    everything = products + passes
-    residuals = everything
-    gathered_kernels = 0.0
+    whole_kernels = 0.0
     if here.fsdp > 1:
-        gathered_kernels = here.kernels / here.ring * here.computed
-    kept_kernels = gathered_kernels
+        whole_kernels = here.kernels / here.ring * here.computed
+    residuals = everything
+    kept_kernels = whole_kernels
     if here.prefetches:
         residuals = RESIDUALS * everything
         kept_kernels = 0.0
     return {
         "stream": stream,
-        "operands": value * heads,
-        "hidden": value * 2 * hidden,
+        "operands": operands,
+        "hidden": hidden,
         "added": added,
         "products": products,
-        "attention": value * query,
+        "attention": attention,
         "statistics": 4 * rows * model.heads,
         "everything": everything,
         "residuals": residuals,
         "scores": scores,
-        "gathered": here.gathered_bytes(chip),
-        "whole kernels": gathered_kernels,
+        "gathered": here.gathered_bytes,
+        "whole kernels": whole_kernels,
         "kernels": kept_kernels,
     }

@@ -24,10 +24,10 @@ from train.dry_run.forms import (
     reason_for,
     seconds_of,
 )
-from train.dry_run.prediction import Prediction, form_options, predict, with_form
-from train.lifecycle.errors import InputError
+from train.dry_run.prediction import Prediction, form_options, mesh_options, predict, with_form
+from train.lifecycle.errors import InputError, first_line
 from train.metrics.output import gib, print_line, say
-from train.step.mesh import AXES, FSDP, check_fits_mesh, mesh_shape
+from train.step.mesh import AXES, FSDP, check_fits_mesh
 
 RUNNERS_UP = 5  # meshes that `--mesh auto` names beside the one that it takes
 
@@ -57,7 +57,7 @@ def best_mesh(config: Config, chip: Chip, devices: int) -> Config:
     """
     best, *others = rank(config, chip, devices)
     reason = reason_for(best, 1 + len(others), "meshes")
-    print_line(f"mesh       {best.mesh_options} (auto: {reason})")
+    print_line(f"mesh       {mesh_options(best.sizes)} (auto: {reason})")
     for other in others[:RUNNERS_UP]:
         if other.fits:
             figures = figures_of(other, other.available)
@@ -80,13 +80,12 @@ def rank(config: Config, chip: Chip, devices: int) -> list[Prediction]:
         if math.prod(numbers) != devices:
             continue
         sizes = dict(zip(AXES, numbers, strict=True))
-        shape = mesh_shape(with_mesh(config, sizes).mesh, devices)
         try:
-            check_fits_mesh(config, shape)
+            check_fits_mesh(config, sizes)
         except InputError as error:
             refusal = f"{_named(sizes)} is refused because {error}"
         else:
-            predictions.append(fastest(predicted_forms(config, chip, shape), chip))
+            predictions.append(fastest(predicted_forms(config, chip, sizes), chip))
     if not predictions:
         raise InputError(f"no mesh of {devices} devices divides the model and the batch; {refusal}")
     fitting = [one for one in predictions if one.fits]
@@ -103,7 +102,8 @@ def what_fits(config: Config, chip: Chip | Gpu, mesh: Mapping[str, int]) -> str:
     refused = predict(config, chip, mesh).needed
     for one in rank(with_form(config, None, None), chip, math.prod(mesh.values())):
         if one.has_room and one.needed < refused:
-            return f"Predicted to fit into {gib(chip.hbm_bytes)}: {one.options} ({gib(one.needed)})"
+            options = f"{mesh_options(one.sizes)} {form_options(one.config)}"
+            return f"Predicted to fit into {gib(chip.hbm_bytes)}: {options} ({gib(one.needed)})"
     return (
         "Nothing is predicted to fit on any mesh: use a smaller data.batch_size, bfloat16 "
         "parameters or more chips"
@@ -119,10 +119,10 @@ def explains_lack(config: Config, mesh: jax.sharding.Mesh) -> Iterator[None]:
         yield
     except RuntimeError as error:
         chip = ambient_mesh.chip()
-        first_line = str(error).partition("\n")[0]
         if chip is None or "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        raise RuntimeError(f"{first_line}. {what_fits(config, chip, mesh.shape)}") from error
+        advice = what_fits(config, chip, mesh.shape)
+        raise RuntimeError(f"{first_line(error)}. {advice}") from error
 
 
 def with_mesh(config: Config, sizes: Mapping[str, int]) -> Config:

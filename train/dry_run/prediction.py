@@ -31,14 +31,7 @@ from flaxasync.hardware import Chip
 from flaxasync.ops.roofline import Cost, hbm
 from models.config import FsdpOverlap, Remat
 from train.config import Config, replace_options
-from train.dry_run.device_share import (
-    BYTES,
-    CONTEXT_WAIT,
-    MODEL_WAIT,
-    DeviceShare,
-    OpCall,
-    cost_of,
-)
+from train.dry_run.device_share import BYTES, CONTEXT_WAIT, MODEL_WAIT, DeviceShare, OpCall
 from train.dry_run.memory import layer_values, predicted_memory
 from train.step.mesh import AXES
 from train.step.products import hidden_of_a_token
@@ -59,35 +52,12 @@ class Prediction:
     """
 
     config: Config  # that of the run, whose form is complete
-    mesh: Mapping[str, int]
+    sizes: Mapping[str, int]  # of all four axes of the mesh
     memory: Mapping[str, int]  # by use
     work: float  # time in which the core works
     # time in which the core waits for other devices or the host, by the axis and the transfer
     waits: Mapping[str, float]
     available: int  # memory that programs can use
-
-    @property
-    def remat(self) -> Remat | None:
-        return self.config.model.remat
-
-    @property
-    def overlap(self) -> FsdpOverlap | None:
-        return self.config.model.fsdp_overlap
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """The sizes of all four axes, of which `mesh` may lack those of one device."""
-        return {axis: self.mesh.get(axis, 1) for axis in AXES}
-
-    @property
-    def mesh_options(self) -> str:
-        """The options of the command line that name the mesh."""
-        return " ".join(f"--mesh.{axis} {size}" for axis, size in self.sizes.items())
-
-    @property
-    def options(self) -> str:
-        """The options of the command line that name the mesh and the form."""
-        return f"{self.mesh_options} {form_options(self.config)}"
 
     @property
     def needed(self) -> int:
@@ -108,6 +78,11 @@ class Prediction:
     @property
     def seconds(self) -> float:
         return self.work + self.exposed
+
+
+def mesh_options(sizes: Mapping[str, int]) -> str:
+    """Returns the options of the command line that name a mesh."""
+    return " ".join(f"--mesh.{axis} {size}" for axis, size in sizes.items())
 
 
 def form_options(config: Config) -> str:
@@ -144,26 +119,26 @@ def predict(config: Config, chip: Chip, mesh: Mapping[str, int]) -> Prediction:
     """
     model = config.model
     config = with_form(config, model.remat or "none", model.fsdp_overlap or "xla")
-    here = DeviceShare.of(config, mesh)
-    memory = predicted_memory(config, mesh, chip)
-    policy = here.policy
+    here = DeviceShare.of(config, chip, mesh)
+    memory = predicted_memory(here)
     ops = _Ops(0.0, {MODEL_WAIT: 0.0, CONTEXT_WAIT: 0.0})
+    crossings = 3  # of HBM by what a layer moves: once forward, twice backward
+    if "passes" in here.policy.repeats:
+        crossings = 4
     for call in here.layer_calls():
-        ops.add(call, cost_of(chip, call, config.backend), model.layers)
-        if call.makes in policy.repeats:
-            again = cost_of(chip, call, config.backend, backward=False)
-            ops.add(call, again, model.layers)
+        ops.add(call, here.cost(call), model.layers)
+        if call.makes in here.policy.repeats:
+            ops.add(call, here.cost(call, backward=False), model.layers)
     stream = here.rows / here.ring * model.width
     hidden = here.rows * hidden_of_a_token(model) / here.ring
     layer_moves = (ROWS_MOVED * stream + HIDDEN_MOVED * hidden) * here.computed
-    passes = model.layers * (3 + ("passes" in policy.repeats))
-    ops.work += passes * layer_moves / hbm(chip)
+    ops.work += model.layers * crossings * layer_moves / hbm(chip)
     # what transfers of parameters and of activations can hide behind
-    layers = ops.work
+    layers_work = ops.work
     output = here.output_call()
-    ops.add(output, cost_of(chip, output, config.backend), 1)
-    waits = ops.waits | _parameter_waits(here, chip, layers)
-    waits["host: activations"] = _host_wait(here, chip, layers)
+    ops.add(output, here.cost(output), 1)
+    waits = ops.waits | _parameter_waits(here, layers_work)
+    waits["host: activations"] = _host_wait(here, layers_work)
     logits = LOGITS_MOVED * BYTES["float32"] * here.rows * here.vocabulary
     updated = memory["parameters"] + memory["optimizer state"] + memory["gradients"]
     microbatches = config.data.microbatches
@@ -171,7 +146,7 @@ def predict(config: Config, chip: Chip, mesh: Mapping[str, int]) -> Prediction:
     work = microbatches * ops.work + moved / hbm(chip)
     return Prediction(
         config=config,
-        mesh=dict(mesh),
+        sizes={axis: mesh.get(axis, 1) for axis in AXES},
         memory=memory,
         work=work,
         waits={name: microbatches * seconds for name, seconds in waits.items()},
@@ -179,37 +154,36 @@ def predict(config: Config, chip: Chip, mesh: Mapping[str, int]) -> Prediction:
     )
 
 
-def _host_wait(here: DeviceShare, chip: Chip, work: float) -> float:
+def _host_wait(here: DeviceShare, layers_work: float) -> float:
     """Returns how much longer than the layers work they exchange values with their host, once each
     way.
     """
-    if not chip.host_bandwidth:
+    if not here.chip.host_bandwidth:
         return 0.0
-    values = layer_values(here, chip)
+    values = layer_values(here)
     offloaded = here.model.layers * sum(values[name] for name in here.policy.offloads)
-    return max(0.0, 2 * offloaded / chip.host_bandwidth - work)
+    return max(0.0, 2 * offloaded / here.chip.host_bandwidth - layers_work)
 
 
-def _parameter_waits(here: DeviceShare, chip: Chip, work: float) -> dict[str, float]:
+def _parameter_waits(here: DeviceShare, layers_work: float) -> dict[str, float]:
     """Returns the waits for parameters and gradients in a micro-batch, whose layers work for so
     many seconds.
     """
     model = here.model
-    embedding = _transfers(here, chip, here.outside - here.output_size, "xla")
-    output = _transfers(here, chip, here.output_size, model.fsdp_overlap)
-    layer = _transfers(here, chip, here.kernels, model.fsdp_overlap)
-    gathers = 2
-    if not here.prefetches:
-        if model.quantization is not None and not model.experts:
-            layer = dataclasses.replace(layer, gather=layer.gather / here.computed)  # in 8 bits
-        if "kernels" in here.policy.keeps:
-            gathers = 1
-    fsdp = model.layers * (gathers * layer.gather + layer.scatter) + output.gather + output.scatter
+    embedding = _transfers(here, here.outside - here.output_size, "xla")
+    output = _transfers(here, here.output_size, model.fsdp_overlap)
+    layer = _transfers(here, here.kernels, model.fsdp_overlap)
+    gather = 2 * layer.gather
+    if not here.prefetches and "kernels" in here.policy.keeps:
+        gather = layer.gather
+    if not here.prefetches and model.quantization is not None and not model.experts:
+        gather /= here.computed  # in 8 bits
+    fsdp = model.layers * (gather + layer.scatter) + output.gather + output.scatter
     data = model.layers * layer.reduce + output.reduce
     if here.prefetches and here.fsdp > 1:
-        fsdp = layer.gather + layer.scatter + max(0.0, fsdp - work)
+        fsdp = layer.gather + layer.scatter + max(0.0, fsdp - layers_work)
     elif here.prefetches:
-        data = max(0.0, data - work)
+        data = max(0.0, data - layers_work)
     fsdp += embedding.gather + embedding.scatter
     return {"fsdp: weights and gradients": fsdp, "data: gradients": data + embedding.reduce}
 
@@ -223,14 +197,13 @@ class _Transfers:
     reduce: float  # of the gradients' shards over data and context
 
 
-def _transfers(
-    here: DeviceShare, chip: Chip, parameters: int, overlap: FsdpOverlap | None
-) -> _Transfers:
+def _transfers(here: DeviceShare, parameters: int, overlap: FsdpOverlap | None) -> _Transfers:
     """Returns the times of so many parameters.
 
     Direct copies send R^2 / 8 blocks over a link where a ring sends (R - 1) / 2, and gradients as
     they are made.
     """
+    chip = here.chip
     whole = parameters / here.ring
     gradient = int(whole * here.stored)
     longer = 1.0

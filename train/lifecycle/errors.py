@@ -10,7 +10,7 @@ import errno
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 from train.metrics.output import open_missing_streams, print_error
 
@@ -33,8 +33,6 @@ _NO_MEMORY = re.compile("RESOURCE_EXHAUSTED|Out of memory")
 _LOST_PROCESS = re.compile("Gloo|UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|CANCELLED")
 
 
-MOST_LISTED = 10
-"""The most items of a list that a message has."""
 _MOST_CHARACTERS = 200
 
 
@@ -75,19 +73,6 @@ class RestartError(RunError):
     exit_code = RESTART
 
 
-def listed(items: Iterable[object], separator: str = ", ") -> str:
-    """Joins the first ten items for a message, and says how many there are if there are more.
-
-    >>> listed(range(12))
-    '0, 1, 2, 3, 4, 5, 6, 7, 8, 9, and 2 more'
-    """
-    texts = list(map(str, items))
-    if len(texts) > MOST_LISTED:
-        more = f"and {len(texts) - MOST_LISTED:,} more"
-        texts = [*texts[:MOST_LISTED], more]
-    return separator.join(texts)
-
-
 def cut(value: object) -> str:
     """Returns the `repr` of a value in one line, cut where it is long, whatever the value is."""
     try:
@@ -106,6 +91,11 @@ def one_line(text: object) -> str:
     """
     line = " ".join(str(text).split())
     return f"{line[:_MOST_CHARACTERS]}..." if len(line) > _MOST_CHARACTERS else line
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the first line of the message of an error."""
+    return str(error).strip().partition("\n")[0]
 
 
 @contextlib.contextmanager
@@ -182,15 +172,15 @@ def _explain(
         what = error.filename or "a file of the workdir"
         return STORAGE, f"{what} could not be written or read: {error.strerror}. {outcome}"
     if isinstance(error, RuntimeError):  # jax.errors.JaxRuntimeError is one
-        first_line = str(error).partition("\n")[0]
+        said = first_line(error)
         if _NO_MEMORY.search(str(error)):
             return (
                 OUT_OF_MEMORY,
-                f"a device has too little memory ({first_line}). {outcome}. {memory_advice}",
+                f"a device has too little memory ({said}). {outcome}. {memory_advice}",
             )
         if several_processes and is_of_lost_process(error):
             return RESTART, (
-                f"another process of the run is gone ({first_line}), so this one ends; starting "
-                "all of them again continues from the newest checkpoint"
+                f"another process of the run is gone ({said}), so this one ends; starting all of "
+                "them again continues from the newest checkpoint"
             )
     return 1, ""

@@ -8,7 +8,6 @@ and writes the file, and all of them take its form.
 
 import json
 import math
-import os
 from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -31,7 +30,8 @@ from train.config import Config, replace_options
 from train.dry_run.forms import Estimate
 from train.dry_run.meshes import choose_and_say
 from train.dry_run.prediction import with_form
-from train.lifecycle.errors import InputError
+from train.lifecycle.errors import InputError, first_line
+from train.lifecycle.memory import host_memory
 from train.lifecycle.workdir import Workdir
 from train.metrics.output import gib, say, write_atomically
 from train.step.flags import in_effect
@@ -106,13 +106,13 @@ def estimate_step(config: Config, mesh: jax.sharding.Mesh) -> Estimate | None:
         ):
             step = Trainer(config, mesh).compile_train_step()
     except (RuntimeError, InputError) as error:
-        say(f"refused    {str(error).splitlines()[0]}")
+        say(f"refused    {first_line(error)}")
         return None
     stats = step.memory_analysis()
     assert stats is not None
     of_host = stats.host_temp_size_in_bytes * len(mesh.local_devices)
-    if of_host > SHARE_OF_HOST * host_bytes():
-        say(f"refused    it needs {gib(of_host)} of a host with {gib(host_bytes())}")
+    if of_host > SHARE_OF_HOST * host_memory():
+        say(f"refused    it needs {gib(of_host)} of a host with {gib(host_memory())}")
         return None
     seconds = math.inf
     try:
@@ -121,11 +121,6 @@ def estimate_step(config: Config, mesh: jax.sharding.Mesh) -> Estimate | None:
     except ValueError as error:  # the prediction decides
         say(f"estimate   there is none: {error}")
     return Estimate(seconds, bytes_by_kind(stats)["total"])
-
-
-def host_bytes() -> int:
-    """Returns the size of the memory of this host."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _question(config: Config, mesh: jax.sharding.Mesh) -> dict[str, Any]:

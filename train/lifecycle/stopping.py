@@ -104,6 +104,7 @@ class StopRequest:
         """
         arrived = list[signal.Signals]()
         grace = self._grace
+        is_urgent = False
         waited = 0.0
         while True:
             timeout = SIGNAL_TICK_SECONDS if arrived else None
@@ -112,10 +113,11 @@ class StopRequest:
                 if not content:
                     return
                 arrived += [signal.Signals(number) for number in content if number in EXIT_CODES]
-                if arrived.count(signal.SIGINT) > 1 and grace == self._grace:
-                    grace = min(self._grace, URGENT_SECONDS)
+                if not is_urgent and arrived.count(signal.SIGINT) > 1:
+                    is_urgent = True
+                    grace = min(grace, URGENT_SECONDS)
                     waited = 0.0
-            elif self._outcome is not None:
+            elif self._outcome is not None:  # ticks with a step to save do not count
                 waited += SIGNAL_TICK_SECONDS
             outcome = self._outcome
             if arrived and outcome is not None and waited >= grace:

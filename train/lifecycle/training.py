@@ -34,7 +34,6 @@ from train.lifecycle.stopping import StopRequest, Watchdog
 from train.lifecycle.workdir import Workdir, open_workdir
 from train.metrics.lines import Events, provenance
 from train.metrics.output import say
-from train.metrics.recorder import Recorder
 from train.metrics.sinks import open_recorder
 from train.step import flags
 from train.step.evaluation import Evaluation
@@ -69,24 +68,16 @@ class Run:
     """One start of a run, whose workdir is locked."""
 
     def __init__(self, command: Command, mesh: jax.sharding.Mesh, stop: StopRequest, work: Workdir):
-        self.command, self.config, self.mesh, self.stop, self.work = (
-            command,
-            command.config,
-            mesh,
-            stop,
-            work,
-        )
-        config = self.config
+        self.command = command
+        self.config = config = command.config
+        self.mesh = mesh
+        self.stop = stop
+        self.work = work
         with progress("reading the data"):
             self.corpora = open_corpora(config.data, vocab_size=config.model.vocab_size)
         self.training, self.validation = split(self.corpora, config)
         self.evaluation = Evaluation(self.validation, config, mesh)
         self.batches = TrainingBatches(self.training, config, mesh)
-        evaluated = [windows.corpus for windows in self.evaluation.windows.values()]
-        self.read = [
-            *self.corpora.values(),
-            *(corpus for corpus in evaluated if corpus is not None),
-        ]
         corpus = {
             name: identify(source, config.data.tokenizer) for name, source in self.corpora.items()
         }
@@ -99,7 +90,9 @@ class Run:
         """Starts the run, continues it, or reports that it is complete; returns the exit code."""
         work = self.work
         with self.checkpoints, contextlib.ExitStack() as stack:
-            start = self.checkpoints.choose(self.command.resume_step)
+            start = 0
+            if self.command.resume_step != 0:
+                start = self.checkpoints.choose(self.command.resume_step)
             require_same(
                 {
                     "command line": flat_fields(self.config),
@@ -254,19 +247,7 @@ class Run:
                 watchdog,
                 self._require_unchanged,
             )
-            loop = Loop(
-                config,
-                trainer,
-                train_step,
-                eval_step,
-                self.batches,
-                self.evaluation,
-                saver,
-                recorder,
-                stop,
-                watchdog,
-                profiler,
-            )
+            loop = Loop(train_step, eval_step, self.evaluation, saver, stop, profiler)
             stop.only_between_steps()
             try:
                 step = loop.run(state, start=start)
@@ -287,8 +268,9 @@ class Run:
         it saves nothing.
         """
         self.work.require_lock()
-        for corpus in self.read:
-            corpus.require_unchanged()
+        # those of the training data, too, whose last tokens are for validation
+        for windows in self.evaluation.windows.values():
+            windows.corpus.require_unchanged()
 
     def _with_advice(self, error: DivergedError) -> DivergedError:
         self.checkpoints.wait()
@@ -310,16 +292,11 @@ class Loop:
     or to save.
     """
 
-    config: Config
-    trainer: Trainer
     train_step: jax.stages.Compiled
     eval_step: jax.stages.Compiled | None
-    batches: TrainingBatches
     evaluation: Evaluation
     saver: Saver
-    recorder: Recorder
     stop: StopRequest
-    watchdog: Watchdog
     profiler: "Profiler"
 
     def run(self, state: TrainState, *, start: int) -> int:
@@ -330,44 +307,46 @@ class Loop:
         has already been dispatched, so the devices never run out of work. After a DivergedError
         nothing was saved from that step on.
         """
-        config = self.config
+        saver = self.saver
+        config = saver.config
+        recorder = saver.recorder
         step = start  # the caller has start < steps
         every = config.report.every
         # One interval late: the first multiple of `every` after `start` has nothing to report.
         first_report = min((start // every + 2) * every, config.steps)
 
         def first_steps() -> str:
-            done = self.recorder.computed()
+            done = recorder.computed()
             steps = first_report - start
             return f"training, {done} of the {steps} steps before the first report are done"
 
-        self.recorder.pace.start()
+        recorder.pace.start()
         with contextlib.ExitStack() as until_report:
             until_report.enter_context(progress(first_steps))
             for step in range(start + 1, config.steps + 1):
-                with self.recorder.pace.counted("load"):
-                    batch = next(self.batches)
+                with recorder.pace.counted("load"):
+                    batch = next(saver.batches)
                 self.profiler.before(step, state)
                 state, metrics = self.train_step(state, *batch)
-                self.recorder.add(step, **metrics)
+                recorder.add(step, **metrics)
                 last = step == config.steps
                 if self.eval_step is not None and (last or step % config.eval.every == 0):
-                    self.recorder.add(step, **self.evaluation.run(self.eval_step, state.params))
+                    recorder.add(step, **self.evaluation.run(self.eval_step, state.params))
                 if step % every == 0:
-                    self.recorder.report(step - every)
+                    recorder.report(step - every)
                 if step == first_report:
                     until_report.close()
                 self.profiler.after(step, state)
-                self.saver.poll(step, state)
+                saver.poll(step, state)
                 # after the poll, which may name an earlier step's checkpoint
-                self.watchdog.progress(f"step {step}")
+                saver.watchdog.progress(f"step {step}")
                 stopping = self.stop.should_stop(step)
-                if last or stopping or self.saver.is_due(step):
-                    self.saver.save(step, state)
+                if last or stopping or saver.is_due(step):
+                    saver.save(step, state)
                 if stopping:
                     break
         with progress(f"writing the checkpoint of step {step}"):
-            self.saver.finish(step, state)
+            saver.finish(step, state)
         return step
 
 

@@ -78,10 +78,6 @@ def gib(count: float) -> str:
     return f"{count / GIB:,.4g} GiB" if count >= 0.1 * GIB else f"{count / (1 << 20):,.3g} MiB"
 
 
-def time_text(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
-
-
 def percent_printer(verb: str) -> Callable[[str, int, int], None]:
     """Returns a `models.hugging_face.Report` that prints a line for each tenth of a long transfer.
 

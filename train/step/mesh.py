@@ -13,7 +13,13 @@ import jax
 import flaxasync as fa
 from models.config import TransformerConfig, check_fits
 from train.config import Config, MeshConfig
-from train.lifecycle.errors import InputError, RestartError, as_input_errors, is_of_lost_process
+from train.lifecycle.errors import (
+    InputError,
+    RestartError,
+    as_input_errors,
+    first_line,
+    is_of_lost_process,
+)
 
 FSDP = "fsdp"
 CONTEXT = "context"
@@ -43,13 +49,13 @@ def configure_jax(config: MeshConfig) -> None:
             )
         except jax.errors.JaxRuntimeError as error:
             raise RestartError(
-                f"the processes of the run could not join each other: {_first_line(error)}; start "
+                f"the processes of the run could not join each other: {first_line(error)}; start "
                 "all of them again"
             ) from error
         except (ValueError, RuntimeError) as error:
             raise InputError(
                 "mesh.distributed is set, but the processes could not be joined: "
-                f"{_first_line(error)}; set it where a TPU pod, SLURM or Open MPI starts the "
+                f"{first_line(error)}; set it where a TPU pod, SLURM or Open MPI starts the "
                 "processes"
             ) from error
 
@@ -63,7 +69,7 @@ def make_mesh(config: MeshConfig) -> jax.sharding.Mesh:
         # explains that, and a supervisor starts all of them again.
         if config.distributed and is_of_lost_process(error):
             raise
-        raise InputError(no_devices(config.platform, _first_line(error))) from error
+        raise InputError(no_devices(config.platform, first_line(error))) from error
     found = devices[0].platform
     if config.platform not in ("auto", found):
         raise InputError(
@@ -207,7 +213,3 @@ def infer_sizes(sizes: Mapping[str, int], devices: int, kind: str = "") -> dict[
             f"{remedy}"
         )
     return inferred
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]

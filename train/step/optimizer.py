@@ -29,7 +29,8 @@ class GuardState(NamedTuple):
     scalars.
     """
 
-    norm: jax.Array  # float32, running mean of the gradient norms of applied updates
+    # float32, running mean of the gradient norms of applied updates; 0 before the first that counts
+    norm: jax.Array
     applied: jax.Array  # int32, number of applied updates
     skipped: jax.Array  # int32, number of skipped updates
 
@@ -110,9 +111,12 @@ def judge(
     norm = norm.astype(jnp.float32)
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     skip = jnp.bool_(config.nonfinite) & ~finite
+    # of a checkpoint without a guard no norm is known, however many updates it has
+    is_known = guard.norm > 0
     if config.spike_factor:
-        skip |= finite & (guard.applied >= STEPS_BEFORE) & (norm > config.spike_factor * guard.norm)
-    mean = jnp.where(guard.applied == 0, norm, NORM_DECAY * guard.norm + (1 - NORM_DECAY) * norm)
+        is_spike = norm > config.spike_factor * guard.norm
+        skip |= finite & is_known & (guard.applied >= STEPS_BEFORE) & is_spike
+    mean = jnp.where(is_known, NORM_DECAY * guard.norm + (1 - NORM_DECAY) * norm, norm)
     step = jnp.int32(1)
     return skip, GuardState(
         jnp.where(skip, guard.norm, mean),

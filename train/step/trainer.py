@@ -130,8 +130,11 @@ class Trainer:
         if params is None:
             key, _ = jax.random.split(jax.random.key(seed))
             params = nnx.to_pure_dict(nnx.split(self._build(key))[1])
+        kind = self._config.model.param_dtype
         if optimizer.master_copies:
-            params = optax.tree.cast(params, jnp.float32)
+            kind = "float32"
+        # those of another run may have another type
+        params = optax.tree.cast(params, kind)
         guard = None
         if is_on(self._config.skip):
             guard = init_guard()

@@ -124,15 +124,19 @@ def cases_of(config: Config, sizes: Mapping[str, int]) -> list[Case]:
     rows = config.data.sequence_length // context
     heads, kv_heads = local_heads(model, ring)
     products = set(products_of_a_layer(model, batch=batch, length=rows, ring=ring))
-    types = {kind for kind in (model.quantization, model.quantization_backward) if kind is not None}
-    allowed = KERNELS if config.backend == "auto" else (config.backend,)
-    kernels = [name for name in allowed if name not in trust.PLAIN]
-    kinds = sorted(types) if "fused" in kernels else []
+    named: tuple[str, ...] = (config.backend,)
+    if config.backend == "auto":
+        named = KERNELS
+    kernels = [name for name in named if name not in trust.PLAIN]
+    in_8_bits = {model.quantization, model.quantization_backward}
+    verified_kinds = []
+    if "fused" in kernels:
+        verified_kinds = sorted(kind for kind in in_8_bits if kind is not None)
     cases = []
     if ring > 1 and kernels:
         for op, x, w in sorted(products):
             cases += [Case(op, backend, (ring,), (x, w), dtype) for backend in ("none", *kernels)]
-            for kind in kinds:
+            for kind in verified_kinds:
                 cases += [
                     Case(op, backend, (ring,), (x, w), dtype, quantization=kind)
                     for backend in IN_8_BITS
@@ -147,10 +151,7 @@ def cases_of(config: Config, sizes: Mapping[str, int]) -> list[Case]:
         and model.width % (128 * fsdp) == 0
         and model.fsdp_overlap in (None, "prefetch_pallas")
     ):
-        if model.experts:
-            hidden = model.expert_features
-        else:
-            hidden = model.mlp_width // ring
+        hidden = model.expert_features if model.experts else model.mlp_width // ring
         shard = (hidden, model.width // fsdp)
         cases += [Case("prefetch", name, (fsdp,), (shard,), dtype) for name in ("xla", "pallas")]
     q = (batch, rows, heads, head)

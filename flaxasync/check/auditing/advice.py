@@ -32,13 +32,13 @@ import re
 from collections.abc import Sequence, Set
 
 from flaxasync.check.auditing import mesh_product
-from flaxasync.check.auditing.findings import size_text
 from flaxasync.check.auditing.independent_work import IndependentWork
 from flaxasync.check.estimate.costs import Costs
 from flaxasync.check.hlo.gpu_calls import product_of
 from flaxasync.check.hlo.module import Instruction
 from flaxasync.check.hlo.shapes import Shape
 from flaxasync.check.hlo.value_flow import nearest
+from flaxasync.check.units import size_text
 from flaxasync.hardware import SCHEDULER, Gpu
 
 # XLA's flags, by what they move to a SparseCore; tests/check/auditing/test_advice.py checks that
@@ -84,9 +84,9 @@ def advise(work: IndependentWork, i: Instruction, collective: Instruction) -> Ad
         ways.append(_sum_gradients_beside(work, i))
     elif matmuls:
         ways.append(_ring(costs, i, kind, matmuls, max(2, costs.group_size(collective))))
-    if product := mesh_product.find(i):
-        hidden = mesh_product.gain(costs, product, costs.seconds(i))
-        ways.append(Advice(mesh_product.advice(product), hidden))
+    text, gain = mesh_product.remedy(costs, i, costs.seconds(i))
+    if text:
+        ways.append(Advice(text, gain))
     if "rematted_computation" in i.op_name:
         ways.append(_save(costs, i))
     if not any(way.gain for way in ways) or _offload_flag(costs, kind):
@@ -110,40 +110,21 @@ def _offload_flag(costs: Costs, kind: str) -> str | None:
 
 
 def _beside(work: IndependentWork, i: Instruction, kind: str) -> Advice:
-    """Advises to run a collective beside work that does not depend on it, where a flag does
-    that.
+    """Advises to run a collective beside work that does not depend on it, where a flag does that:
+    on a TPU in a SparseCore, and on a GPU without XLA's scheduler by that.
     """
-    if isinstance(work.costs.chip, Gpu):
-        return _beside_on_gpu(work, i)
+    chip = work.costs.chip
     flag = _offload_flag(work.costs, kind)
+    does = f"the XLA flag {flag} moves it to the SparseCore"
+    if isinstance(chip, Gpu) and not chip.schedules:
+        flag = SCHEDULER
+        does = f"the XLA flag {flag}=true does that, which is off on {chip.name}"
     if flag is None:
-        chip = work.costs.chip.name
-        return Advice(f"nothing that is known shortens it on {chip} where it is", 0.0)
-    free, gain = _hidden(work, i)
-    if not free:
-        return Advice(
-            f"nothing independent is there; the XLA flag {flag} moves it to the SparseCore", 0.0
-        )
-    text = (
-        f"run it beside {free[0].name}, on which it does not depend; the XLA flag {flag} moves it "
-        "to the SparseCore"
-    )
-    return Advice(text, gain)
-
-
-def _beside_on_gpu(work: IndependentWork, i: Instruction) -> Advice:
-    """Advises to let XLA for GPUs run a collective beside work that does not depend on it."""
-    gpu = work.costs.chip
-    chip = gpu.name
-    if isinstance(gpu, Gpu) and gpu.schedules:
-        return Advice(f"nothing that is known shortens it on {chip} where it is", 0.0)
+        return Advice(f"nothing that is known shortens it on {chip.name} where it is", 0.0)
     free, gain = _hidden(work, i)
     if not free:
         return Advice("nothing independent is there to run beside it", 0.0)
-    text = (
-        f"run it beside {free[0].name}, on which it does not depend: the XLA flag "
-        f"{SCHEDULER}=true does that, which is off on {chip}"
-    )
+    text = f"run it beside {free[0].name}, on which it does not depend: {does}"
     return Advice(text, gain)
 
 

@@ -15,7 +15,7 @@ call "control_dep" may use any step, because it only orders instructions.
 from collections.abc import Iterator, Sequence
 
 from flaxasync.check.auditing.findings import Finding, finding
-from flaxasync.check.hlo.async_forms import Chain, chain
+from flaxasync.check.hlo.async_forms import CARRIERS, Chain, chain
 from flaxasync.check.hlo.async_operations import (
     COLLECTIVES,
     FIRST_CLASS,
@@ -23,10 +23,9 @@ from flaxasync.check.hlo.async_operations import (
     async_operations,
     step_of,
 )
-from flaxasync.check.hlo.module import HloModule, Instruction
+from flaxasync.check.hlo.module import CONTROL_FLOW, HloModule, Instruction
 from flaxasync.check.hlo.shapes import Shape
 
-_CARRIERS = ("while", "conditional", "call")  # they pass a future on
 # they only name and regroup values
 _REGROUPING = ("parameter", "tuple", "get-tuple-element", "bitcast")
 _NOTHING = Shape("tuple")  # results that are bound late
@@ -68,7 +67,7 @@ def _broken_by(i: Instruction) -> Iterator[Broken]:
 
 def _users(step: Instruction) -> Iterator[Broken]:
     users = _users_in_order(step)
-    right = [u for u in users if _continues(step, u) or u.opcode in ("tuple", *_CARRIERS)]
+    right = [u for u in users if _continues(step, u) or u.opcode in ("tuple", *CONTROL_FLOW)]
     # the caller of this computation finishes what its root starts
     if not users and not step.is_root:
         yield "async-unfinished", f"{step.name} has no done", step
@@ -78,8 +77,7 @@ def _users(step: Instruction) -> Iterator[Broken]:
 
 def _beginning(step: Instruction) -> Iterator[Broken]:
     before = next(iter(step.inputs), None)
-    carriers = ("get-tuple-element", "parameter", *_CARRIERS)
-    is_carried = before is not None and before.shape.is_tuple and before.opcode in carriers
+    is_carried = before is not None and before.shape.is_tuple and before.opcode in CARRIERS
     if before is None or not (is_carried or _continues(before, step)):
         yield (
             "async-no-start",
@@ -106,11 +104,13 @@ def _leaves_the_program(op: AsyncOperation) -> bool:
     if op.windows or op.spelling not in ("first-class", "generic"):
         return False
     at = op.start.computation
-    if at is not at.module.entry and not any(call.opcode in _CARRIERS for call in at.callers):
+    if at is not at.module.entry and not any(call.opcode in CONTROL_FLOW for call in at.callers):
         return False
     last = chain(op.start).futures[-1]
     users = _users_in_order(last)
-    return (bool(users) or last.is_root) and all(u.opcode in ("tuple", *_CARRIERS) for u in users)
+    return (bool(users) or last.is_root) and all(
+        u.opcode in ("tuple", *CONTROL_FLOW) for u in users
+    )
 
 
 def _users_in_order(step: Instruction) -> list[Instruction]:

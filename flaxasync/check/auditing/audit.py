@@ -15,7 +15,7 @@ from flaxasync.check.auditing import overlap
 from flaxasync.check.auditing.async_rules import check_async_rules
 from flaxasync.check.auditing.findings import CODES, Audit, Finding, Ring, finding
 from flaxasync.check.auditing.gpu_products import held_up_products
-from flaxasync.check.auditing.hazards import kernel_hazards, sent_operands
+from flaxasync.check.auditing.hazards import kernel_hazards
 from flaxasync.check.auditing.independent_work import IndependentWork
 from flaxasync.check.auditing.rings import rings_of
 from flaxasync.check.auditing.wide_transfers import wide_transfers
@@ -70,44 +70,39 @@ def audit(
     operations = [op for op in in_text if op.computation in costs.runs]  # those that run
     windows = overlap.Windows(costs)
     pairs = tuple(overlap.pair_of(windows, op) for op in operations)
-    hiding = windows.hiding()
+    hiding = {(w.computation, w.instruction) for p in pairs if p.communicates for w in p.work}
     independent = IndependentWork(costs)
-    found = list(check_async_rules(module, in_text))
-    sent = sent_operands(operations)
-    found += [f for op in operations if op.spelling == "kernel" for f in kernel_hazards(op, sent)]
+    holding = overlap.collectives_that_hold_the_chip(costs)
+    # findings of one run of their computation
+    found = [*check_async_rules(module, in_text), *kernel_hazards(operations)]
     found += _unfinished_kernels(operations)
     found += _missing(module, operations, expect or {})
-    if module.is_scheduled:
-        for op, pair in zip(operations, pairs, strict=True):
-            found += overlap.overlap_findings(independent, op, pair, hiding, names)
-    else:
-        message = f"{module.name or 'the text'} is not scheduled"
-        found.append(finding("not-scheduled", message, module.entry))
-    holding = overlap.collectives_that_hold_the_chip(costs)
     found += overlap.synchronous_collectives(independent, holding, names)
-    if module.is_scheduled:
-        found += held_up_products(costs, zip(operations, pairs, strict=True), holding)
     copied_in_flight = {
         (f.computation, f.instruction) for f in found if f.code == "in-flight-copied"
     }
     found += overlap.loop_copies(costs, known=copied_in_flight)
-    # so far, findings are those of one run of their computation
-    counts = [costs.runs.get(f.computation, 1) for f in found]
-    found = [
-        dataclasses.replace(f, count=n, gain=n * f.gain) for f, n in zip(found, counts, strict=True)
-    ]
-    if module.is_scheduled:  # these have counts already: one is of several computations
-        found += wide_transfers(costs, pairs, holding)
-    found.sort(key=lambda f: (-f.severity, -f.gain, list(CODES).index(f.code)))
+    of_program: list[Finding] = []  # findings of one run of the program
     rings: tuple[Ring, ...] = ()
     if module.is_scheduled:
+        for op, pair in zip(operations, pairs, strict=True):
+            found += overlap.overlap_findings(independent, op, pair, hiding, names)
+        found += held_up_products(costs, zip(operations, pairs, strict=True), holding)
+        of_program += wide_transfers(costs, pairs, holding)
         synchronous = [(collective, costs.runs[i.computation.name]) for i, collective in holding]
         rings = rings_of(pairs, synchronous)
+    else:
+        message = f"{module.name or 'the text'} is not scheduled"
+        found.append(finding("not-scheduled", message, module.entry))
+    for f in found:
+        runs = costs.runs.get(f.computation, 1)
+        of_program.append(dataclasses.replace(f, count=runs, gain=runs * f.gain))
+    of_program.sort(key=lambda f: (-f.severity, -f.gain, list(CODES).index(f.code)))
     return Audit(
         module.name,
         costs.chip.name,
         pairs,
-        tuple(found),
+        tuple(of_program),
         _notes(module, costs, named is None),
         rings,
     )

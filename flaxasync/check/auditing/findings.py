@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from flaxasync.check.hlo.module import Computation, Instruction
+from flaxasync.check.units import size_text, time_text
 
+# bytes; a smaller transfer is limited by its latency, so it is reported as information only
+LARGE = 1 << 20
 EMPTY = 0.01  # a window with less work than this share of the transfer counts as empty
 # A ring has lost its overlap if more than this share of its transfers has nothing inside.
 LOST = 0.3
@@ -38,7 +41,6 @@ class Code:
     remedy: str
 
 
-_INFO = Severity.INFO
 _WARNING = Severity.WARNING
 _ERROR = Severity.ERROR
 
@@ -120,12 +122,14 @@ CODES = {
     "merged-products": Code(
         _WARNING,
         "on a GPU, one product multiplies the blocks of two steps of a ring, and waits for both",
-        "put the operands of each product behind jax.lax.optimization_barrier",
+        "put the operands of each product behind jax.lax.optimization_barrier, or set the XLA flag "
+        "xla_gpu_dot_merger_threshold_mb=0",
     ),
     "accumulates-arrival": Code(
         _WARNING,
         "on a GPU, a product is added to what arrives as it computes, and so waits for it",
-        "put jax.lax.optimization_barrier between the product and the addition",
+        "put jax.lax.optimization_barrier between the product and the addition, or send each "
+        "product to its owner and add there",
     ),
     "not-scheduled": Code(
         _WARNING,
@@ -208,7 +212,7 @@ class Finding:
         else:
             where = ""
         if self.gain >= 1e-6:
-            gain = f"\n    gain {self.gain * 1e3:.3g} ms in a run, predicted"
+            gain = f"\n    gain {time_text(self.gain)} in a run, predicted"
         else:
             gain = ""
         return (
@@ -226,7 +230,6 @@ def finding(
     message: str,
     at: Instruction | Computation,
     *,
-    source: str = "",
     severity: Severity | None = None,
     advice: str = "",
     gain: float = 0.0,
@@ -239,10 +242,18 @@ def finding(
     if chosen is None:
         chosen = CODES[code].severity
     if isinstance(at, Computation):
-        return Finding(code, message, at.name, "", source, chosen, count, advice, gain)
-    line = source or at.source
+        return Finding(code, message, at.name, "", "", chosen, count, advice, gain)
     where = at.computation.name
-    return Finding(code, message, where, at.name, line, chosen, count, advice, gain)
+    return Finding(code, message, where, at.name, at.source, chosen, count, advice, gain)
+
+
+def of_size(moved: int) -> Severity | None:
+    """Returns the severity of a finding about a transfer of so many bytes: INFO for a small one, and
+    None, which is that of its code, for any other.
+    """
+    if moved < LARGE:
+        return Severity.INFO
+    return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -376,22 +387,6 @@ class Audit:
                 lines.append(f"    ... and {len(alike) - LISTED} more {code}")
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines)
-
-
-def size_text(count: float) -> str:
-    """Returns a number of bytes with a unit: "512 B", "1.5 KiB", "2 MiB"."""
-    if count < 1 << 10:
-        return f"{count:.4g} B"
-    if count < 1 << 20:
-        return f"{count / 1024:.4g} KiB"
-    return f"{count / (1 << 20):.4g} MiB"
-
-
-def time_text(seconds: float) -> str:
-    """Returns a time with a unit: "93.2 us", "2.98 ms"."""
-    if seconds >= 1e-3:
-        return f"{seconds * 1e3:.3g} ms"
-    return f"{seconds * 1e6:.3g} us"
 
 
 def _table(pairs: Sequence[Pair]) -> list[str]:

@@ -9,12 +9,13 @@ the products of a ring.
 
 from collections.abc import Iterable
 
-from flaxasync.check.auditing.findings import Finding, Pair, finding, time_text
+from flaxasync.check.auditing.findings import Finding, Pair, finding
 from flaxasync.check.estimate.costs import Costs
 from flaxasync.check.hlo import gpu_calls
 from flaxasync.check.hlo.async_operations import AsyncOperation
 from flaxasync.check.hlo.module import Instruction
 from flaxasync.check.hlo.value_flow import nearest
+from flaxasync.check.units import time_text
 from flaxasync.hardware import Gpu
 
 _PERMUTE = "collective-permute"
@@ -22,14 +23,6 @@ _DONE = "collective-permute-done"
 # what may stand between a transfer and the product that reads what arrived
 _PASSES = frozenset(
     {"bitcast", "concatenate", "convert", "copy", "fusion", "get-tuple-element", "reshape", "tuple"}
-)
-_MERGER = (
-    "put the operands of each product behind jax.lax.optimization_barrier, or set the XLA flag "
-    "xla_gpu_dot_merger_threshold_mb=0"
-)
-_ACCUMULATOR = (
-    "put jax.lax.optimization_barrier between the product and the addition, or send each product "
-    "to its owner and add there"
 )
 
 
@@ -56,11 +49,10 @@ def held_up_products(
 
 
 def _has_product(costs: Costs, pair: Pair) -> bool:
-    for work in pair.work:
-        instruction = costs.module.computations[work.computation].by_name[work.instruction]
-        if _is_product(instruction):
-            return True
-    return False
+    computations = costs.module.computations
+    return any(
+        _is_product(computations[work.computation].by_name[work.instruction]) for work in pair.work
+    )
 
 
 def _is_product(i: Instruction) -> bool:
@@ -77,11 +69,11 @@ def _cause(costs: Costs, start: Instruction, done: Instruction, transfer: float)
     waits = f"{product.name} waits for {start.name} ({time_text(transfer)})"
     if _reaches(product, done, _accumulated(product)):
         message = f"{waits}, because it is added to what arrives as it computes"
-        return [finding("accumulates-arrival", message, start, advice=_ACCUMULATOR, gain=gain)]
+        return [finding("accumulates-arrival", message, start, gain=gain)]
     blocks = _blocks_of(product)
     if done in blocks and len(blocks) > 1:
         message = f"{waits}, because it multiplies {len(blocks)} blocks of the ring at once"
-        return [finding("merged-products", message, start, advice=_MERGER, gain=gain)]
+        return [finding("merged-products", message, start, gain=gain)]
     return []
 
 
@@ -96,22 +88,17 @@ def _accumulated(product: Instruction) -> list[Instruction]:
     # of a fusion, the operands are those of its parameters
     parameters = [operand]
     if operand.opcode != "parameter":
-        parameters = nearest(operand, _is_parameter, _PASSES, forward=False)
+        parameters = nearest(operand, lambda one: one.opcode == "parameter", _PASSES, forward=False)
     numbers = [parameter.parameter_number for parameter in parameters]
     return [product.inputs[number] for number in numbers if number is not None]
 
 
-def _is_parameter(i: Instruction) -> bool:
-    return i.opcode == "parameter"
-
-
 def _reaches(product: Instruction, done: Instruction, operands: list[Instruction]) -> bool:
     """Says whether what arrived is, or is made into, one of some operands of a product."""
-    for operand in operands:
-        before = nearest(operand, lambda one: one is done, _PASSES, forward=False)
-        if operand is done or before:
-            return True
-    return False
+    return any(
+        operand is done or nearest(operand, lambda one: one is done, _PASSES, forward=False)
+        for operand in operands
+    )
 
 
 def _blocks_of(product: Instruction) -> list[Instruction]:

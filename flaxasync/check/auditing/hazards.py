@@ -10,7 +10,8 @@ one is assumed to be the destination. Several transfers may send one buffer at t
 because each start aliases it to a result but only reads it.
 """
 
-from collections.abc import Iterable, Set
+import dataclasses
+from collections.abc import Iterable, Iterator, Set
 
 from flaxasync.check.auditing.findings import Finding, Severity, finding
 from flaxasync.check.hlo.async_operations import AsyncOperation, async_operations
@@ -24,14 +25,35 @@ SMALL = 1024  # bytes; anything smaller is assumed to be a scalar that the kerne
 type Operand = tuple[str, str, int]
 
 
-def sent_operands(operations: Iterable[AsyncOperation]) -> frozenset[Operand]:
+def unsafe_buffers(module: HloModule) -> tuple[str, ...]:
+    """Returns the errors of all kernel pairs of a program, each as "code: message"."""
+    found = kernel_hazards(async_operations(module))
+    return tuple(f"{f.code}: {f.message}" for f in found if f.severity is Severity.ERROR)
+
+
+def kernel_hazards(operations: Iterable[AsyncOperation]) -> list[Finding]:
+    """Returns what endangers the buffers of the kernel pairs among all operations of a program: of
+    each pair one finding for each code and instruction.
+    """
+    pairs = [op for op in operations if op.spelling == "kernel"]
+    sent = _sent_operands(pairs)
+    found: list[Finding] = []
+    for op in pairs:
+        of_pair: dict[tuple[str, str, str], Finding] = {}
+        for hazard in _hazards(op, sent):
+            key = (hazard.code, hazard.computation, hazard.instruction)
+            source = hazard.source or op.start.source
+            of_pair.setdefault(key, dataclasses.replace(hazard, source=source))
+        found += of_pair.values()
+    return found
+
+
+def _sent_operands(pairs: Iterable[AsyncOperation]) -> frozenset[Operand]:
     """Returns the sources of kernel pairs, as operands of their starts and dones, which alias them
     but only read.
     """
     found: set[Operand] = set()
-    for op in operations:
-        if op.spelling != "kernel":
-            continue
+    for op in pairs:
         for path, role in _roles(op.start).items():
             if role == "source":
                 found |= {
@@ -44,62 +66,36 @@ def sent_operands(operations: Iterable[AsyncOperation]) -> frozenset[Operand]:
     return frozenset(found)
 
 
-def unsafe_buffers(module: HloModule) -> tuple[str, ...]:
-    """Returns the errors of all kernel pairs of a program, each as "code: message"."""
-    operations = [op for op in async_operations(module) if op.spelling == "kernel"]
-    sent = sent_operands(operations)
-    found = [f for op in operations for f in kernel_hazards(op, sent)]
-    return tuple(f"{f.code}: {f.message}" for f in found if f.severity is Severity.ERROR)
-
-
-def kernel_hazards(operation: AsyncOperation, sent: Set[Operand]) -> list[Finding]:
-    """Returns what endangers the buffers of one kernel pair. `sent_operands` returned `sent` for
-    the whole program.
+def _hazards(operation: AsyncOperation, sent: Set[Operand]) -> Iterator[Finding]:
+    """Yields what endangers the buffers of one kernel pair, some of it more than once. `sent` are
+    the sources of all pairs.
     """
     start = operation.start
-    found = _Found(start)
     for path, role in _roles(start).items():
         shape = start.shape.at(path)
         what = f"the {role} buffer of {start.name}, {shape}"
         if shape is not None and shape.memory_space == VMEM:
-            found.add("in-flight-vmem", f"{what}, lies in vector memory", start)
+            yield finding("in-flight-vmem", f"{what}, lies in vector memory", start)
         if not operation.windows:
             continue
         uses = trace(start, path, stop=operation.is_done)
         for use in uses:
-            _add_use(found, operation, use, role, what, sent)
+            yield from _of_use(operation, use, role, what, sent)
         if not _keeps_alive(operation, uses):
-            found.add("in-flight-freed", f"{what}, does not reach the done", start)
+            yield finding("in-flight-freed", f"{what}, does not reach the done", start)
     if operation.windows:
-        _add_unaliased(found, operation)
-    return list(found.findings.values())
+        yield from _of_unaliased(operation)
 
 
-class _Found:
-    """The findings of one start: one for each code and instruction."""
-
-    def __init__(self, start: Instruction):
-        self.start = start
-        self.findings: dict[tuple[str, str, str], Finding] = {}
-
-    def add(
-        self, code: str, message: str, at: Instruction, severity: Severity | None = None
-    ) -> None:
-        key = (code, at.computation.name, at.name)
-        if key not in self.findings:
-            source = at.source or self.start.source
-            self.findings[key] = finding(code, message, at, source=source, severity=severity)
-
-
-def _add_use(
-    found: _Found, operation: AsyncOperation, use: Use, role: str, what: str, sent: Set[Operand]
-) -> None:
-    """Adds what one use of a buffer of a start, and the copies on the way to it, endanger."""
+def _of_use(
+    operation: AsyncOperation, use: Use, role: str, what: str, sent: Set[Operand]
+) -> Iterator[Finding]:
+    """Yields what one use of a buffer of a start, and the copies on the way to it, endanger."""
     user = use.instruction
     if operation.is_done(user):
         for copied in use.copies:
             message = f"{what}, is copied before {user.name} waits for it"
-            found.add("in-flight-copied", message, copied)
+            yield finding("in-flight-copied", message, copied)
         return
     of_destination = role.startswith("destination")
     # A destination by position alone is inferred.
@@ -110,26 +106,27 @@ def _add_use(
     for copied in use.copies:
         if of_destination and _is_inside(operation, copied):
             message = f"{what}, is copied before its done"
-            found.add("in-flight-read", message, copied, of_read)
+            yield finding("in-flight-read", message, copied, severity=of_read)
     if not _is_inside(operation, user):
         return
     if use.aliased and not (role == "source" and _operand(use) in sent):
-        found.add("in-flight-written", f"{what}, is written by {user.name}", user)
+        yield finding("in-flight-written", f"{what}, is written by {user.name}", user)
     elif role == "only":
         message = f"{what}, is read; the text does not say which part"
-        found.add("in-flight-read", message, user, Severity.INFO)
+        yield finding("in-flight-read", message, user, severity=Severity.INFO)
     elif of_destination:
-        found.add("in-flight-read", f"{what}, is read by {user.name}", user, of_read)
+        message = f"{what}, is read by {user.name}"
+        yield finding("in-flight-read", message, user, severity=of_read)
 
 
-def _add_unaliased(found: _Found, operation: AsyncOperation) -> None:
-    """Adds operands that a start reads, but that nothing holds until its done."""
+def _of_unaliased(operation: AsyncOperation) -> Iterator[Finding]:
+    """Yields the operands that a start reads, but that nothing holds until its done."""
     start = operation.start
     for number, operand in _unaliased_operands(start):
         if not _keeps_alive(operation, trace(operand, ())):
             what = f"{operand.name}, operand {number} of {start.name}"
             message = f"{what}, is not used after it and not aliased through it"
-            found.add("in-flight-freed", message, start)
+            yield finding("in-flight-freed", message, start)
 
 
 def _operand(use: Use) -> Operand:

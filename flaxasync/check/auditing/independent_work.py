@@ -12,7 +12,7 @@ from flaxasync.check.estimate.costs import Costs
 from flaxasync.check.hlo.async_operations import COLLECTIVES
 from flaxasync.check.hlo.module import Computation, Instruction
 
-WORK = 1e-6  # seconds; a shorter instruction is not offered as work
+OFFERED = 1e-6  # seconds; a shorter instruction is not offered as work
 MOST = 2048  # instructions of a computation, the longest ones, that are offered as work
 
 
@@ -69,7 +69,7 @@ class IndependentWork:
 
     def _read(self, computation: Computation) -> _Reach:
         timed = [(self.costs.seconds(i), i) for i in computation.instructions]
-        work = [(seconds, i) for seconds, i in timed if seconds >= WORK and self._is_work(i)]
+        work = [(seconds, i) for seconds, i in timed if seconds >= OFFERED and self._is_work(i)]
         work.sort(key=lambda item: -item[0])
         del work[MOST:]
         bits: dict[str, int] = collections.defaultdict(int)

@@ -42,7 +42,32 @@ _TYPES = ("bf16", "f32")  # of the kernels of `mesh_matmul`
 _COLLECTIVES = frozenset((*_SUMS, *_GATHERS, *_PERMUTES))
 
 
-def find(step: Instruction) -> Instruction | None:
+def remedy(costs: Costs, step: Instruction, seconds: float) -> tuple[str, float]:
+    """Says what does all three steps at once, if a collective that takes so many seconds is the first
+    or the last of them, and what a run then gains; "" and 0 if it is not.
+
+    Both transfers can hide behind one matmul, because they use links of different axes.
+    """
+    matmul = _find(step)
+    if matmul is None:
+        return "", 0.0
+    does = (
+        "flaxasync.mesh_matmul in a shard_map, or the layer flaxasync.nn.MeshLinear, does it in one "
+        "kernel"
+    )
+    if "/flaxasync/ops/mesh_matmul.py" in matmul.computation.module.tables:
+        does = (
+            "backend='overlapped' of flaxasync.mesh_matmul and flaxasync.nn.MeshLinear does it in "
+            "one kernel"
+        )
+    text = (
+        f"its operands split the contraction over two mesh axes, and {matmul.name} can hide both "
+        f"transfers: {does}"
+    )
+    return text, min(seconds, costs.seconds(matmul))
+
+
+def _find(step: Instruction) -> Instruction | None:
     """Returns the matmul of the product that a collective is the first or the last step of; None if
     there is no such product.
     """
@@ -59,31 +84,6 @@ def find(step: Instruction) -> Instruction | None:
                 if _arrives_for(step, matmul, sum_):
                     return matmul
     return None
-
-
-def gain(costs: Costs, matmul: Instruction, seconds: float) -> float:
-    """Returns what a run gains if the matmul hides a step of this length.
-
-    Both transfers can hide behind one matmul, because they use links of different axes.
-    """
-    return min(seconds, costs.seconds(matmul))
-
-
-def advice(matmul: Instruction) -> str:
-    """Says what does all three steps at once."""
-    what = (
-        f"its operands split the contraction over two mesh axes, and {matmul.name} can "
-        "hide both transfers"
-    )
-    if "/flaxasync/ops/mesh_matmul.py" in matmul.computation.module.tables:
-        return (
-            f"{what}: backend='overlapped' of flaxasync.mesh_matmul and flaxasync.nn.MeshLinear "
-            "does it in one kernel"
-        )
-    return (
-        f"{what}: flaxasync.mesh_matmul in a shard_map, or the layer flaxasync.nn.MeshLinear, does "
-        "it in one kernel"
-    )
 
 
 def _nearest(step: Instruction, *, forward: bool) -> list[Instruction]:

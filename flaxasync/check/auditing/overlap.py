@@ -6,21 +6,12 @@ computation or program has in common is therefore found once, in `Windows` and i
 """
 
 import bisect
-import collections
 import itertools
 from collections.abc import Iterable, Set
 
 from flaxasync.check.auditing import mesh_product
 from flaxasync.check.auditing.advice import advise
-from flaxasync.check.auditing.findings import (
-    Finding,
-    Pair,
-    Severity,
-    Work,
-    finding,
-    size_text,
-    time_text,
-)
+from flaxasync.check.auditing.findings import Finding, Pair, Work, finding, of_size
 from flaxasync.check.auditing.independent_work import IndependentWork
 from flaxasync.check.auditing.rings import function_of
 from flaxasync.check.estimate.costs import Costs
@@ -28,11 +19,13 @@ from flaxasync.check.hlo.async_operations import COLLECTIVES, AsyncOperation, sy
 from flaxasync.check.hlo.module import Computation, Instruction
 from flaxasync.check.hlo.participants import AxisNames
 from flaxasync.check.hlo.value_flow import Span
+from flaxasync.check.units import size_text, time_text
 
-# bytes; a smaller collective is limited by its latency, so it is reported as information only
-LARGE = 1 << 20
 COPIED = 1 << 16  # bytes; a smaller copy in a loop is not reported
 WORK = 1e-7  # seconds; a shorter instruction does not count as work
+# What is exposed of a transfer is reported from this share of it on, and from so many seconds on.
+EXPOSED_SHARE = 0.05
+EXPOSED_SECONDS = 1e-6
 
 
 class _Schedule:
@@ -49,8 +42,6 @@ class _Schedule:
         self.positions = [i.position for i, _ in kept]
         # the seconds of the work before each one, and last of all
         self.sums = [0.0, *itertools.accumulate(w.seconds for w in self.work)]
-        # how many more windows hide each work than that before
-        self.hiding = collections.Counter[int]()
 
 
 class Windows:
@@ -60,10 +51,8 @@ class Windows:
         self.costs = costs
         self._schedules: dict[str, _Schedule] = {}
 
-    def work_in(self, spans: Iterable[Span], *, hides: bool) -> tuple[tuple[Work, ...], float]:
-        """Returns the work within spans, and its seconds. Notes that it hides a transfer, if it
-        does.
-        """
+    def work_in(self, spans: Iterable[Span]) -> tuple[tuple[Work, ...], float]:
+        """Returns the work within spans, and its seconds."""
         work: list[Work] = []
         seconds = 0.0
         for span in spans:
@@ -75,21 +64,7 @@ class Windows:
             stop = bisect.bisect_left(schedule.positions, span.stop)
             work += schedule.work[first:stop]
             seconds += schedule.sums[stop] - schedule.sums[first]
-            if hides:
-                schedule.hiding[first] += 1
-                schedule.hiding[stop] -= 1
-        return tuple(work), seconds if work else 0.0
-
-    def hiding(self) -> set[tuple[str, str]]:
-        """Returns all work that was noted to hide a transfer, each as (computation, instruction)."""
-        found: set[tuple[str, str]] = set()
-        for name, schedule in self._schedules.items():
-            count = 0
-            for n, work in enumerate(schedule.work):
-                count += schedule.hiding[n]
-                if count:
-                    found.add((name, work.instruction))
-        return found
+        return tuple(work), seconds
 
 
 def pair_of(windows: Windows, op: AsyncOperation) -> Pair:
@@ -102,7 +77,7 @@ def pair_of(windows: Windows, op: AsyncOperation) -> Pair:
         spans = window.spans
     else:
         spans = ()
-    work, inside = windows.work_in(spans, hides=op.communicates)
+    work, inside = windows.work_in(spans)
     return Pair(
         name=op.name,
         kind=op.kind,
@@ -128,47 +103,39 @@ def overlap_findings(
     hiding: Set[tuple[str, str]],
     names: AxisNames,
 ) -> list[Finding]:
-    """Returns what keeps a transfer from being hidden. `hiding` is the work that hides any transfer
-    of the program.
+    """Returns what keeps a transfer from being hidden, if it takes any time. `hiding` is the work
+    that hides any transfer of the program.
     """
-    offloaded = op.thread != "main"
-    if not op.windows or not (op.communicates or offloaded):
+    is_offloaded = op.thread != "main"
+    if not op.windows or not pair.transfer or not (op.communicates or is_offloaded):
         return []
-    code = "exposed"
-    gain = pair.exposed
-    advice = ""
-    what = f"{pair.kind}{_over(names, op.start)}, {size_text(pair.bytes)}"
-    message = f"{pair.name} ({what}) takes {time_text(pair.transfer)}"
-    if not pair.overlapped:
-        code = "serialised"
-        gain = 0.0
-        message += " and nothing runs meanwhile"
-        computation = op.start.computation
-        ends = [w.done for w in op.windows if w.done.computation is computation and not w.crosses]
-        free = []
-        if ends:
-            free = independent.beside(op.start, ends, pair.transfer)
-        if free:
-            seconds, work = free[0]
-            code = "empty-window"
-            gain = min(pair.transfer, sum(s for s, _ in free))
-            where = ""
-            if work.source:
-                where = f", {work.source}"
-            message += f": {work.name} ({time_text(seconds)}{where}) could run inside"
-            advice = _barrier_to_remove(op, work, hiding)
-        elif product := mesh_product.find(op.start):
-            advice = mesh_product.advice(product)
-            gain = mesh_product.gain(independent.costs, product, pair.transfer)
-    elif pair.exposed > max(0.05 * pair.transfer, 1e-6):
-        message += f", the work inside {time_text(pair.inside)}"
-    else:
-        return []
-    if pair.bytes >= LARGE:
-        severity = None
-    else:
-        severity = Severity.INFO
-    return [finding(code, message, op.start, severity=severity, gain=gain, advice=advice)]
+
+    def found(code: str, what_runs: str, gain: float, advice: str = "") -> list[Finding]:
+        what = f"{pair.kind}{_over(names, op.start)}, {size_text(pair.bytes)}"
+        message = f"{pair.name} ({what}) takes {time_text(pair.transfer)}{what_runs}"
+        severity = of_size(pair.bytes)
+        return [finding(code, message, op.start, severity=severity, gain=gain, advice=advice)]
+
+    if pair.overlapped:
+        if pair.exposed <= max(EXPOSED_SHARE * pair.transfer, EXPOSED_SECONDS):
+            return []
+        return found("exposed", f", the work inside {time_text(pair.inside)}", pair.exposed)
+    nothing = " and nothing runs meanwhile"
+    here = op.start.computation
+    ends = [w.done for w in op.windows if w.done.computation is here and not w.crosses]
+    free = []
+    if ends:
+        free = independent.beside(op.start, ends, pair.transfer)
+    if not free:
+        advice, gain = mesh_product.remedy(independent.costs, op.start, pair.transfer)
+        return found("serialised", nothing, gain, advice)
+    longest, work = free[0]
+    where = ""
+    if work.source:
+        where = f", {work.source}"
+    could = f": {work.name} ({time_text(longest)}{where}) could run inside"
+    gain = min(pair.transfer, sum(seconds for seconds, _ in free))
+    return found("empty-window", nothing + could, gain, _barrier_to_remove(op, work, hiding))
 
 
 def collectives_that_hold_the_chip(costs: Costs) -> list[tuple[Instruction, Instruction]]:
@@ -184,25 +151,25 @@ def synchronous_collectives(
     holding: Iterable[tuple[Instruction, Instruction]],
     names: AxisNames,
 ) -> list[Finding]:
-    """Returns a finding for each collective that holds the chip, with what to do about it."""
+    """Returns a finding for each collective that holds the chip for any time, with what to do about
+    it.
+    """
     costs = independent.costs
     found = []
     for i, collective in holding:
         seconds = costs.seconds(i)
+        if not seconds:  # as between groups of one device
+            continue
         moved = max(one.shape.bytes for one in (i, *i.inputs))
         what = f"{collective.opcode}{_over(names, collective)}, {size_text(moved)}"
         message = f"{i.name} ({what}) holds the chip for {time_text(seconds)}"
-        if moved >= LARGE:
-            severity = None
-        else:
-            severity = Severity.INFO
         advice = advise(independent, i, collective)
         found.append(
             finding(
                 "synchronous-collective",
                 message,
                 i,
-                severity=severity,
+                severity=of_size(moved),
                 advice=advice.text,
                 gain=advice.gain,
             )

@@ -7,28 +7,19 @@ function, the loops around the transfer, and "hop".
 """
 
 import collections
-import re
 from collections.abc import Iterable, Sequence
 
 from flaxasync.check.auditing.findings import Pair, Ring
+from flaxasync.check.estimate.phases import scopes_of
 from flaxasync.check.hlo.module import Instruction
-
-# parts of a path that stand for loops, calls and maps, and for no function of flaxasync
-_AROUND = re.compile(
-    r"while|body|cond|branch_\d+_fun|eval_jaxpr|closed_call|checkpoint|shard_map|rematted_computation|"
-    r"jit\(.*"
-)
 
 
 def function_of(i: Instruction) -> str:
     """Returns the function of flaxasync whose ring a transfer belongs to; "" for none."""
-    path, hop, _ = i.op_name.rpartition("/hop/")
-    if not hop:
+    scopes = scopes_of(i.op_name.rpartition("/hop/")[0])  # none without a hop
+    if not scopes:
         return ""
-    for part in reversed(path.split("/")):
-        if not _AROUND.fullmatch(part):
-            return part.rpartition("(")[2].rstrip(")")  # of "transpose(jvp(name))"
-    return ""
+    return scopes[-1]
 
 
 def rings_of(

@@ -17,12 +17,12 @@ predicted.
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from flaxasync.check.auditing.findings import Finding, Pair, Severity, finding, size_text
-from flaxasync.check.auditing.overlap import LARGE
+from flaxasync.check.auditing.findings import Finding, Pair, finding, of_size
 from flaxasync.check.estimate.costs import Costs
 from flaxasync.check.hlo.async_operations import COLLECTIVES, step_of
 from flaxasync.check.hlo.module import Computation, Instruction
 from flaxasync.check.hlo.shapes import element_bits
+from flaxasync.check.units import size_text
 
 _SPELLINGS = ("first-class", "generic")  # of the starts that are followed
 _WIDE = frozenset({"f64", "f32"})
@@ -78,7 +78,7 @@ def wide_transfers(
         """
         wide = next((leaf.element_type for _, leaf in i.shape.leaves()), "")
         narrow = None
-        if wide in _WIDE and not _promoted(i):
+        if wide in _WIDE and seconds > 0 and not _promoted(i):
             narrow = kept[wide].type_of(i)
         if narrow is None:
             return
@@ -121,7 +121,7 @@ def _finding(line: str, transfers: list[_Wide], runs: Mapping[str, int]) -> Find
         "wide-transfer",
         message,
         largest.instruction,
-        severity=None if moved >= LARGE else Severity.INFO,
+        severity=of_size(moved),
         count=sum(counts),
         gain=sum(n * t.gain for n, t in zip(counts, transfers, strict=True)),
     )
@@ -198,18 +198,18 @@ def _through(step: Instruction, element: Element, user: Instruction) -> list[Hol
     """Returns what holds the values after an instruction has used them; None if it needs the wide
     type.
     """
-    if user.opcode == "get-tuple-element" and element:
-        if user.tuple_index == element[0]:
-            return [(user, ())]
-        return []
-    if element is None:  # a future
+    if element is None:  # the user of a future
         if user.opcode == "async-update":
             return [(user, None)]
         if _step_of_move(user, "done"):
             return [(user, ())]
         return None
-    if element:
-        return None
+    if element:  # a part of a tuple, which only a get-tuple-element takes out
+        if user.opcode != "get-tuple-element":
+            return None
+        if user.tuple_index == element[0]:
+            return [(user, ())]
+        return []
     if user.opcode in _MOVES or user.custom_call_target == _JOINS:
         return [(user, ())]
     if _step_of_move(user, "start"):

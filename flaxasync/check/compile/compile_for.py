@@ -298,15 +298,11 @@ def lent_process(kind: str = "TPU", *, dumps: bool = False) -> Iterator[Compiler
     _lent[process] = threading.get_ident()
     try:
         yield process
-    except Exception:  # the compiler refused, or died
-        del _lent[process]
-        idle.append(process)
+    except BaseException as error:
+        if not isinstance(error, Exception):  # its answer may still come, and be taken for the next
+            process.close()
         raise
-    except BaseException:  # its answer may still come, and would be taken for the next one
-        del _lent[process]
-        process.close()
-        raise
-    else:
+    finally:  # also one that has ended, which the loop above will find
         del _lent[process]
         idle.append(process)
 

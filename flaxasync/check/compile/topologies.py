@@ -191,7 +191,9 @@ def place_arguments(
             )
     ambient: Any = jax.sharding.get_mesh()
     ambient_is_here = _is_of_topology(ambient, devices)
-    if not ambient.empty and ambient.size == len(devices) and (ambient_is_here or not meshes):
+    # a mesh of other devices counts only where no argument lies on a mesh
+    counts = ambient_is_here or not meshes
+    if counts and not ambient.empty and ambient.size == len(devices):
         meshes.append(ambient)
     here = {mesh for mesh in meshes if _is_of_topology(mesh, devices)}
     elsewhere = [mesh for mesh in meshes if mesh not in here]
@@ -206,16 +208,16 @@ def place_arguments(
         single = SingleDeviceSharding(devices[0])
 
     def placed(leaf: object) -> Any:
-        if not (is_array(leaf) or (is_number(leaf) and not arrays)):
+        is_operand = is_array(leaf) or (is_number(leaf) and not arrays)
+        if not is_operand:  # it may be a static argument
             return leaf
         sharding = getattr(leaf, "sharding", None)
-        if isinstance(sharding, NamedSharding):
-            if target and sharding.mesh in elsewhere:
-                sharding = NamedSharding(target, sharding.spec)
-        elif single is None and isinstance(leaf, jax.ShapeDtypeStruct):
-            return leaf
-        else:
+        if not isinstance(sharding, NamedSharding):
+            if single is None and isinstance(leaf, jax.ShapeDtypeStruct):
+                return leaf  # there is nothing to move
             sharding = single
+        elif target is not None and sharding.mesh in elsewhere:
+            sharding = NamedSharding(target, sharding.spec)
         if isinstance(leaf, jax.ShapeDtypeStruct):
             aval = leaf
         else:

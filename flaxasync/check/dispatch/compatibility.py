@@ -32,6 +32,7 @@ from flaxasync.check.dispatch.signals import (
     read_program,
     read_traced,
 )
+from flaxasync.hardware import is_gpu
 
 _GPU = ("gpu", "cuda", "rocm")
 _MEASURE = "measure it on that device: flaxasync.check.measure_dispatch(fn, *args)"
@@ -156,14 +157,16 @@ def make_async_aot_caller(compiled: Any) -> Any:
       compiled: What `jitted.lower(*args).compile()` returned.
 
     Raises:
-      ValueError: `compiled` is not a compiled function, or was compiled for a TPU that the machine
-        does not have.
+      ValueError: `compiled` is not a compiled function, or was compiled for devices that the
+        machine does not have.
       NotImplementedError: The function has effects or callbacks, or makes the host wait for another
         reason.
     """
     info = check_async_compatible(compiled)
     if not callable(compiled):
-        raise ValueError("compiled must be callable: got a program for a TPU that is not here")
+        raise ValueError(
+            f"compiled must be callable: got a program for {compiled.chip}, which is not here"
+        )
     effects = info.callbacks or info.has_unordered_effects or info.ordered_effects
     if effects or info.compatible is False:
         raise NotImplementedError(
@@ -244,33 +247,23 @@ def _of_decisions(platform: str, program: DispatchedProgram) -> list[_Judgement]
             f"a branch: {_listed(at_once)}; its index is there at once (2.7 % of a call on an H100)"
         )
         judged.append(_Judgement(True, reason))
-    for command, what, found, why in (
-        (
-            "WHILE",
-            "no known trip count",
-            program.dynamic_loops,
-            "the host reads its condition back every time (99 % of a call on an H100)",
-        ),
-        (
-            "CONDITIONAL",
-            "a branch",
-            program.late_branches,
-            "the host reads back which one to take, once that is computed (by XLA's source)",
-        ),
-    ):
-        if found and may_capture(command, os.environ.get("XLA_FLAGS", "")):
-            reason = (
-                f"{what}: {_listed(found)}; XLA_FLAGS may put it into a command buffer, which no "
-                "text says"
-            )
-            judged.append(_Judgement(None, reason, _MEASURE))
-        elif found:
-            judged.append(
-                _Judgement(
-                    False, f"{what}: {_listed(found)}; {why}", _into_command_buffers(program)
-                )
-            )
+    if program.dynamic_loops:
+        what = f"no known trip count: {_listed(program.dynamic_loops)}"
+        why = "the host reads its condition back every time (99 % of a call on an H100)"
+        judged.append(_of_command("WHILE", what, why, program))
+    if program.late_branches:
+        what = f"a branch: {_listed(program.late_branches)}"
+        why = "the host reads back which one to take, once that is computed (by XLA's source)"
+        judged.append(_of_command("CONDITIONAL", what, why, program))
     return judged
+
+
+def _of_command(command: str, what: str, why: str, program: DispatchedProgram) -> _Judgement:
+    """Judges loops or branches that wait for the host, unless a GPU runs them as this command."""
+    if may_capture(command, os.environ.get("XLA_FLAGS", "")):
+        reason = f"{what}; XLA_FLAGS may put it into a command buffer, which no text says"
+        return _Judgement(None, reason, _MEASURE)
+    return _Judgement(False, f"{what}; {why}", _into_command_buffers(program))
 
 
 def _into_command_buffers(program: DispatchedProgram) -> str:
@@ -312,7 +305,8 @@ def _placement(compiled: Any) -> tuple[str, int]:
     inputs nor outputs.
     """
     if isinstance(compiled, CompiledProgram):
-        return "tpu", len(compiled.coords)
+        platform = "gpu" if is_gpu(compiled.chip) else "tpu"
+        return platform, len(compiled.coords)
     for sharding in jax.tree.leaves((compiled.output_shardings, compiled.input_shardings)):
         for device in getattr(sharding, "device_set", ()):
             return device.platform, len(sharding.device_set)

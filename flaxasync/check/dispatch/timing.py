@@ -15,6 +15,8 @@ from typing import Any
 
 import jax
 
+from flaxasync.check.units import time_text
+
 # seconds; shorter functions are not judged, because a pure one of microseconds has a ratio of 80 %
 FLOOR = 1e-3
 # the ratio above which a call waits; all ratios that were measured are below 0.3 or above 0.95
@@ -46,7 +48,7 @@ class DispatchTiming:
             False: "the host does not wait",
             None: "too short to judge",
         }[self.waits]
-        times = f"dispatch {self.dispatch * 1e3:.3g} ms of {self.total * 1e3:.3g} ms"
+        times = f"dispatch {time_text(self.dispatch)} of {time_text(self.total)}"
         return f"{answer}: {times} ({self.ratio:.1%}, {self.repeats} repeats)"
 
 

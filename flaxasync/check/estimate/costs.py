@@ -13,7 +13,6 @@ bytes, of 1.121 estimated. A Pallas kernel without a `cost_estimate` is charged 
 
 import dataclasses
 import functools
-import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -26,7 +25,13 @@ from flaxasync.check.hlo.async_operations import (
     collective_in_fusion,
     step_of,
 )
-from flaxasync.check.hlo.module import Computation, HloModule, Instruction
+from flaxasync.check.hlo.module import (
+    CONTROL_FLOW,
+    Computation,
+    HloModule,
+    Instruction,
+    without_number,
+)
 from flaxasync.check.hlo.participants import groups_in, permute_pairs
 from flaxasync.check.hlo.shapes import HBM, SEMAPHORE, VMEM
 from flaxasync.check.hlo.trip_count import trip_count
@@ -39,14 +44,13 @@ _FREE = frozenset(
     add-dependency domain opt-barrier get-dimension-size
     """.split()  # noqa: SIM905, one a line would fill the page
 )
-_FREE_CALLS = (
+FREE_CALLS = (
     "AllocateBuffer",
     "ConcatBitcast",
     "Sharding",
     "SPMDFullToShardShape",
     "SPMDShardToFullShape",
 )
-_NUMBER = re.compile(r"(?<=.)\.\d+$")  # that of an instruction: "gemm.3"
 
 
 class CoreTime(NamedTuple):
@@ -137,23 +141,39 @@ class Costs:
             return 1
         return count
 
+    def taken(self, caller: Instruction) -> list[Computation]:
+        """Returns which of the computations that control flow calls it runs: of a conditional the
+        branch that takes longest.
+        """
+        if caller.opcode == "conditional":
+            return sorted(caller.called, key=self.total_seconds, reverse=True)[:1]
+        return caller.called
+
     @functools.cached_property
     def runs(self) -> dict[str, int]:
         """How often each computation of the control flow runs: the entry, loop bodies, branches and
-        calls.
+        calls. Every branch counts as if it were the one that is taken.
         """
-        runs = {self.module.entry.name: 1}
-        pending = [self.module.entry.name]
+        module = self.module
+        # the calls of each computation that runs
+        calls: dict[str, list[Instruction]] = {module.entry.name: []}
+        pending = [module.entry]
         while pending:
-            name = pending.pop()
-            for i in self.module.computations[name].instructions:
-                if i.opcode not in ("while", "conditional", "call"):
-                    continue
-                for called in i.called_computations:
-                    if called not in runs:
-                        runs[called] = runs[name] * self.trips(i)
-                        pending.append(called)
-        return runs
+            for i in pending.pop().instructions:
+                if i.opcode in CONTROL_FLOW:
+                    for name in dict.fromkeys(i.called_computations):
+                        if name not in calls:
+                            calls[name] = []
+                            pending.append(module.computations[name])
+                        calls[name].append(i)
+        runs = {module.entry.name: 1}
+
+        def count(name: str) -> int:
+            if name not in runs:
+                runs[name] = sum(self.trips(i) * count(i.computation.name) for i in calls[name])
+            return runs[name]
+
+        return {name: count(name) for name in calls}
 
     @property
     def executed(self) -> list[Instruction]:
@@ -164,20 +184,32 @@ class Costs:
         """Returns the FLOPs of a device's matrix products in one run. Those of kernels are their
         cost estimates.
         """
-        known: dict[str, float] = {}
-        return sum(n * flops_of(self.module.computations[c], known) for c, n in self.runs.items())
+        known: dict[str, float] = {}  # without what control flow runs
+        whole: dict[str, float] = {}
+
+        def flops(computation: Computation) -> float:
+            if computation.name not in whole:
+                total = flops_of(computation, known)
+                for i in computation.instructions:
+                    if i.opcode in CONTROL_FLOW:
+                        total += self.trips(i) * sum(map(flops, self.taken(i)))
+                whole[computation.name] = total
+            return whole[computation.name]
+
+        return flops(self.module.entry)
 
     def transfer_seconds(self, operation: AsyncOperation) -> float:
         """Returns how long an asynchronous operation is under way when it is alone on its link or
         in its memory.
         """
-        name = operation.start.name
-        if operation.spelling == "kernel" and (given := self._given(name)) is not None:
-            return given
-        if operation.spelling == "kernel" and name in self.played:
-            return self.played[name].seconds
-        if operation.spelling == "kernel" and operation.communicates:
-            return self.chip.hop_latency + operation.bytes / self.chip.link_bandwidth
+        if operation.spelling == "kernel":
+            given = self._given(operation.name)
+            if given is not None:
+                return given
+            if operation.name in self.played:
+                return self.played[operation.name].seconds
+            if operation.communicates:
+                return self.chip.hop_latency + operation.bytes / self.chip.link_bandwidth
         if operation.start.opcode == "async-start" and operation.collectives:
             return sum(self._wrapped_seconds(one, operation) for one in operation.collectives)
         if operation.communicates:
@@ -230,11 +262,9 @@ class Costs:
         )
 
     def _explain(self, i: Instruction) -> CoreTime:
-        if i.opcode in ("while", "conditional", "call"):
-            parts = [self.total_seconds(called) for called in i.called]
-            if i.opcode == "conditional":
-                return CoreTime(max(parts, default=0.0), "body")
-            return CoreTime(self.trips(i) * sum(parts), "body")
+        if i.opcode in CONTROL_FLOW:
+            seconds = sum(map(self.total_seconds, self.taken(i)))
+            return CoreTime(self.trips(i) * seconds, "body")
         if i.opcode in COLLECTIVES:
             return CoreTime(self._synchronous_seconds(i, i), "links")
         if i.opcode == "custom-call":
@@ -263,7 +293,7 @@ class Costs:
         given = self._given(i.name)
         if given is not None:
             return CoreTime(given, "given")
-        if i.custom_call_target in _FREE_CALLS:
+        if i.custom_call_target in FREE_CALLS:
             return NO_TIME
         both = (i, *i.inputs)
         if any(leaf.memory_space == SEMAPHORE for one in both for _, leaf in one.shape.leaves()):
@@ -280,7 +310,7 @@ class Costs:
         return CoreTime(played.seconds, "played", played.exposed)
 
     def _given(self, kernel: str) -> float | None:
-        return self.kernels.get(kernel, self.kernels.get(_NUMBER.sub("", kernel)))
+        return self.kernels.get(kernel, self.kernels.get(without_number(kernel)))
 
     def _synchronous_seconds(self, i: Instruction, collective: Instruction) -> float:
         """Returns the seconds of a collective, or of the fusion `i` that it is in."""

@@ -2,6 +2,7 @@
 program.
 """
 
+import collections
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,6 @@ from flaxasync.check.estimate.lockstep import Lockstep
 from flaxasync.check.estimate.measured import known_error
 from flaxasync.check.estimate.timeline import (
     FROM_TEXT,
-    KINDS,
     ONLY_FROM_TEXT,
     PARTS_PLAYED,
     DeviceTime,
@@ -121,22 +121,22 @@ def _transfers(count: int) -> str:
 
 
 def _device_time(lockstep: Lockstep, n: int) -> DeviceTime:
-    kinds = dict.fromkeys(KINDS, 0.0)
-    causes = dict[str, float]()
-    sources = dict[str, float]()
+    kinds = collections.defaultdict[str, float](float)
+    causes = collections.defaultdict[str, float](float)
+    sources = collections.defaultdict[str, float](float)
     for (kind, cause, source), seconds in lockstep.seconds[n].items():
         kinds[kind] += seconds
-        sources[source] = sources.get(source, 0.0) + seconds
+        sources[source] += seconds
         if cause:
-            causes[cause] = causes.get(cause, 0.0) + seconds
+            causes[cause] += seconds
     return DeviceTime(
         device=lockstep.devices[n],
         seconds=lockstep.clock[n],
         compute=kinds["compute"],
         exposed=kinds["stall"] + kinds["collective"],
         memory=kinds["memory"],
-        causes=causes,
-        sources=sources,
+        causes=dict(causes),
+        sources=dict(sources),
     )
 
 

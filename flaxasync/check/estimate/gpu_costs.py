@@ -13,12 +13,12 @@ where there is a GPU, XLA chooses tiles and algorithms of products by their time
 import dataclasses
 from collections.abc import Sequence
 
-from flaxasync.check.estimate.costs import NO_TIME, CoreTime, Costs
+from flaxasync.check.estimate.costs import FREE_CALLS, NO_TIME, CoreTime, Costs
 from flaxasync.check.estimate.moved_bytes import moved_bytes
 from flaxasync.check.estimate.product_flops import flops_of
 from flaxasync.check.hlo import gpu_calls
 from flaxasync.check.hlo.async_operations import COLLECTIVES, AsyncOperation
-from flaxasync.check.hlo.module import Instruction
+from flaxasync.check.hlo.module import CONTROL_FLOW, Instruction
 from flaxasync.check.hlo.participants import groups_in, permute_pairs
 from flaxasync.check.hlo.shapes import HOST
 from flaxasync.hardware import Gpu
@@ -33,7 +33,6 @@ WHOLE = ("collective-permute", "collective-broadcast", "send", "recv")
 # Those whose bytes between two hosts go by the cards of all their GPUs. No other card helps to send
 # what one GPU has for another one.
 _SHARED_BY_CARDS = ("all-gather", "all-reduce", "reduce-scatter", "collective-broadcast")
-_NO_WORK = ("Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape", "AllocateBuffer")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +65,7 @@ class GpuCosts(Costs):
         return 2
 
     def _explain(self, i: Instruction) -> CoreTime:
-        if i.opcode in ("while", "conditional", "call") or i.opcode in COLLECTIVES:
+        if i.opcode in CONTROL_FLOW or i.opcode in COLLECTIVES:
             return super()._explain(i)
         return self._work(i)
 
@@ -75,7 +74,7 @@ class GpuCosts(Costs):
         given = self._given(i.name)
         if given is not None:
             return CoreTime(given, "given")
-        if i.custom_call_target in _NO_WORK:
+        if i.custom_call_target in FREE_CALLS:
             return NO_TIME
         moving = self._bytes_seconds(i)
         multiplying = self._flops(i) / self._rate(gpu_calls.product_of(i) or i)

@@ -13,7 +13,8 @@ for HBM, different collectives that share links, and the time of the host.
 """
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from flaxasync.check.estimate.costs import Costs
 from flaxasync.check.estimate.timeline import Loop, Slice
@@ -23,14 +24,23 @@ from flaxasync.check.hlo.async_operations import (
     async_operations,
     synchronous_collective,
 )
-from flaxasync.check.hlo.module import Computation, Instruction
+from flaxasync.check.hlo.module import CONTROL_FLOW, Computation, Instruction
 from flaxasync.check.hlo.participants import groups_in, permute_pairs
-from flaxasync.check.hlo.shapes import HBM, HloError
+from flaxasync.check.hlo.shapes import HBM
 
 # iterations of a longer loop that are stepped through: three at its beginning, one at its end
 STEPPED_ITERATIONS = 4
 MAX_DEVICES = 64  # devices that are stepped through, of a program whose devices do different things
 MAX_STEPS = 4_000_000  # instructions that are stepped through, counted once for each device
+
+
+class _Send(NamedTuple):
+    """What one device sends in an asynchronous operation."""
+
+    sender: int  # the index of the device
+    receiver: int
+    lane: str
+    begin: float  # the earliest time
 
 
 class Lockstep:
@@ -66,10 +76,6 @@ class Lockstep:
         # by start: when the transfers under way end, for each device
         self._ends: dict[str, list[float]] = {}
         self._started: dict[str, int] = {}  # how many had started before each start
-        # by the text of the pairs: the targets of each source
-        self._targets: dict[str, dict[int, list[int]]] = {}
-        # by the text of the groups, and whether there is a channel: the members of each group
-        self._members: dict[tuple[str, bool], list[list[int]]] = {}
         self._count = 0  # of starts until now
         self._depth = 0  # of loops around the instruction that is stepped through
 
@@ -86,11 +92,8 @@ class Lockstep:
                 self._done(self._finishes[i.name], i)
             elif i.opcode == "while":
                 self._loop(i)
-            elif i.opcode == "conditional":
-                if branches := i.called:
-                    self._run(max(branches, key=self.costs.total_seconds))
-            elif i.opcode == "call":
-                for called in i.called:
+            elif i.opcode in CONTROL_FLOW:
+                for called in self.costs.taken(i):
                     self._run(called)
             elif (collective := synchronous_collective(i)) is not None:
                 self._hold(i, collective)
@@ -139,73 +142,51 @@ class Lockstep:
         else:
             kind = "copy"
         ends = [0.0] * len(self.devices)
-        for n in range(len(self.devices)):
-            for lane, begin, receiver in self._sends(op, n):
-                begin = max(begin, self._lane_free.get((lane, n), 0.0))
-                end = begin + seconds
-                if op.communicates and lane == "memory":  # from a device to itself
-                    end = begin + 2 * op.bytes / self.costs.chip.hbm_bandwidth
-                self._lane_free[lane, n] = end
-                if lane == "memory":
-                    self._last_copy = op.name
-                    end += self.costs.memory_latency()
-                self.slices.append(Slice(self.devices[n], lane, op.name, kind, begin, end, op.kind))
-                # the sender, too, waits: its source may not be touched before it is sent
-                ends[n] = max(ends[n], end)
-                ends[receiver] = max(ends[receiver], end)
+        for n, receiver, lane, earliest in self._sends(op):
+            begin = max(earliest, self._lane_free.get((lane, n), 0.0))
+            end = begin + seconds
+            if op.communicates and lane == "memory":  # from a device to itself
+                end = begin + 2 * op.bytes / self.costs.chip.hbm_bandwidth
+            self._lane_free[lane, n] = end
+            if lane == "memory":
+                self._last_copy = op.name
+                end += self.costs.memory_latency()
+            self.slices.append(Slice(self.devices[n], lane, op.name, kind, begin, end, op.kind))
+            # the sender, too, waits: its source may not be touched before it is sent
+            ends[n] = max(ends[n], end)
+            ends[receiver] = max(ends[receiver], end)
         self._ends[op.name] = ends
         self._started[op.name] = self._count = self._count + 1
 
-    def _sends(self, op: AsyncOperation, n: int) -> list[tuple[str, float, int]]:
-        """Returns what the n-th device sends in an operation, each as (lane, earliest begin,
-        receiving device).
-        """
-        pairs = permute_pairs(op.inner or op.start)
+    def _sends(self, op: AsyncOperation) -> Iterator[_Send]:
+        """Yields what the devices send in an operation, device by device."""
+        moved = op.inner or op.start
+        devices = range(len(self.devices))
         if not op.communicates:
-            return [(op.with_host or "memory", self.clock[n], n)]
+            for n in devices:
+                yield _Send(n, n, op.with_host or "memory", self.clock[n])
+            return
         shared = self.costs.lane(op)
+        pairs = permute_pairs(moved)
         if not pairs:
-            group = next((g for g in self._groups(op.inner or op.start) if n in g), [n])
             lane = shared or "links"
             if op.spelling == "kernel":  # whose text does not say where it sends
-                config = op.start.backend_config.get("custom_call_config", {})
-                if isinstance(config, dict):
-                    number = config.get("collective_id", 0)
-                else:
-                    number = 0
-                lane = f"link {number}"
-            return [(lane, max(self.clock[m] for m in group), n)]
-        if len(self.devices) == 1 and shared:
-            return [(shared, self.clock[0], 0)]
-        if len(self.devices) == 1:
-            # The lane is named after the distance that most devices send over.
-            count = self.module.num_devices
-            shift = collections.Counter(
-                (target - source) % count for source, target in pairs
-            ).most_common(1)[0][0]
-            if shift > count // 2:
-                shift -= count
-            return [(f"link {shift:+d}", self.clock[0], 0)]
-        sends = []
-        for target in self._targets_of(op.inner or op.start, pairs).get(n, ()):
-            if target == n:
-                lane = "memory"
-            else:
-                lane = shared or f"link to {target}"
-            sends.append((lane, max(self.clock[n], self.clock[target]), target))
-        return sends
-
-    def _targets_of(
-        self, permute: Instruction, pairs: Sequence[tuple[int, int]]
-    ) -> dict[int, list[int]]:
-        """Returns to which of the devices that are stepped through each device sends."""
-        text = permute.attributes["source_target_pairs"]
-        if text not in self._targets:
-            targets = self._targets.setdefault(text, {})
-            for source, target in pairs:
-                if target < len(self.devices):
-                    targets.setdefault(source, []).append(target)
-        return self._targets[text]
+                lane = f"link {_collective_id(op.start)}"
+            group_of = {n: group for group in self._groups(moved) for n in group}
+            for n in devices:
+                begin = max(self.clock[m] for m in group_of.get(n, [n]))
+                yield _Send(n, n, lane, begin)
+        elif len(self.devices) == 1:  # which stands for all
+            lane = shared or f"link {_usual_shift(pairs, self.module.num_devices):+d}"
+            yield _Send(0, 0, lane, self.clock[0])
+        else:
+            for source, target in sorted(pairs):
+                if max(source, target) in devices:
+                    lane = shared or f"link to {target}"
+                    if target == source:
+                        lane = "memory"
+                    begin = max(self.clock[source], self.clock[target])
+                    yield _Send(source, target, lane, begin)
 
     def _done(self, candidates: list[AsyncOperation], done: Instruction) -> None:
         """Lets every device wait for an operation: of those that the instruction may end, the one
@@ -239,13 +220,10 @@ class Lockstep:
 
     def _groups(self, i: Instruction) -> list[list[int]]:
         """Returns the groups of a collective, without the devices that are not stepped through."""
-        if len(self.devices) == 1:
+        count = len(self.devices)
+        if count == 1:
             return [[0]]
-        key = (i.attributes.get("replica_groups", ""), "channel_id" in i.attributes)
-        if key not in self._members:
-            groups = groups_in(i)
-            self._members[key] = [[d for d in group if d < len(self.devices)] for group in groups]
-        return self._members[key]
+        return [[device for device in group if device < count] for group in groups_in(i)]
 
     def _loop(self, loop: Instruction) -> None:
         body = self.module.computations.get(loop.loop_body)
@@ -309,20 +287,37 @@ class Lockstep:
         for i in self.module.entry.instructions:
             steps = self._steps_in(i, known)
             if steps > most:
-                raise HloError(
+                raise i.error(
                     f"'{i.name}' runs {steps:.3g} instructions on each of {len(self.devices)} "
                     f"devices, of which a timeline steps through {most}: estimate its computations "
-                    "one by one",
-                    i.line,
-                    1,
+                    "one by one"
                 )
 
     def _steps_in(self, caller: Instruction, known: dict[str, int]) -> int:
         """Returns how many instructions are stepped through in what an instruction calls."""
-        if caller.opcode not in ("while", "conditional", "call"):
+        if caller.opcode not in CONTROL_FLOW:
             return 0
-        for body in caller.called:
+        bodies = self.costs.taken(caller)
+        for body in bodies:
             if body.name not in known:
                 known[body.name] = sum(1 + self._steps_in(i, known) for i in body.instructions)
         times = min(self.costs.trips(caller), STEPPED_ITERATIONS)
-        return times * sum(known[body.name] for body in caller.called)
+        return times * sum(known[body.name] for body in bodies)
+
+
+def _collective_id(kernel: Instruction) -> int:
+    config = kernel.backend_config.get("custom_call_config", {})
+    if isinstance(config, dict):
+        return config.get("collective_id", 0)
+    return 0
+
+
+def _usual_shift(pairs: Sequence[tuple[int, int]], count: int) -> int:
+    """Returns the distance over which most devices send in a permute of so many: -1 to the one
+    before each.
+    """
+    shifts = collections.Counter((target - source) % count for source, target in pairs)
+    shift = shifts.most_common(1)[0][0]
+    if shift > count // 2:
+        return shift - count
+    return shift

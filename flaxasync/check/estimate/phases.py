@@ -12,12 +12,12 @@ from typing import Any
 from flaxasync.check.estimate.timeline import Timeline
 from flaxasync.check.hlo.load import module_of
 
-# The components of a path that come from control flow and transformations, and not from a named
-# scope.
+# The components of a path that come from control flow, calls and maps, and not from a named scope.
 _STRUCTURE = re.compile(
-    r"jit\(.*\)|pjit|while|body|cond|shard_map|closed_call|checkpoint|rematted_computation|eval_jaxpr|"
-    r"branch_\d+_fun|(?:transpose|jvp|vmap)\(+\)*"
+    r"jit\(.*|pjit|while|body|cond|shard_map|closed_call|checkpoint|rematted_computation|eval_jaxpr|"
+    r"branch_\d+_fun"
 )
+_TRANSFORMED = re.compile(r"(?:(?:transpose|jvp|vmap)\()+(.*?)\)+")  # "transpose(jvp(name))"
 
 
 class Phases:
@@ -64,13 +64,25 @@ def phase_of(path: str) -> str:
 
 
 def layer_of(path: str) -> str:
-    """Returns the scopes in the path of a JAX operation, without control flow, transformations and
-    the primitive.
+    """Returns the scopes in the path of a JAX operation, without the primitive.
 
     >>> layer_of("jit(step)/while/body/closed_call/attention/shard_map/all_gather_matmul/ppermute")
     'attention/all_gather_matmul'
     """
-    return "/".join(part for part in path.split("/")[:-1] if not _STRUCTURE.fullmatch(part))
+    return "/".join(scopes_of(path.rpartition("/")[0]))
+
+
+def scopes_of(path: str) -> list[str]:
+    """Returns the named scopes in a path, without control flow and the transformations around
+    them.
+    """
+    scopes = []
+    for part in path.split("/"):
+        transformed = _TRANSFORMED.fullmatch(part)
+        name = transformed[1] if transformed else part
+        if name and not _STRUCTURE.fullmatch(name):
+            scopes.append(name)
+    return scopes
 
 
 def part_of(path: str) -> str:

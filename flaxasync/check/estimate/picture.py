@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from flaxasync.check.estimate.timeline import Slice, Timeline
+from flaxasync.check.units import time_text
 
 # The colour of each kind of slice, and its words in the legend.
 COLOURS = {
@@ -76,7 +77,7 @@ def draw_timeline(
     for loop in sorted(longest, key=lambda loop: loop.start):
         begin, end = loop.iteration
         title = (
-            f"one of {loop.trips} iterations, {(end - begin) * 1e3:.3g} ms: "
+            f"one of {loop.trips} iterations, {time_text(end - begin)}: "
             f"{name_of(loop.name) or loop.name}"
         )
         panels.append(_panel(title, timeline, begin, end, devices=1))
@@ -100,8 +101,8 @@ def draw_timelines(
 
 def _title(t: Timeline, name: str) -> str:
     return (
-        f"{name}:  {t.seconds * 1e3:.3g} ms,  work {t.compute * 1e3:.3g},  exposed "
-        f"{t.exposed * 1e3:.3g}"
+        f"{name}:  {time_text(t.seconds)},  work {time_text(t.compute)},  exposed "
+        f"{time_text(t.exposed)}"
     )
 
 

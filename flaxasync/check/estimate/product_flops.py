@@ -163,16 +163,12 @@ def _taps_on_elements(
     hole between two: for how many t `elements_apart` divides place + t * taps_apart.
     """
     common = math.gcd(taps_apart, elements_apart)
-    if place % common != 0 or highest < lowest:
+    if place % common != 0:
         return 0
     period = elements_apart // common  # of the taps that are on an element
-    if period == 1:
-        return highest - lowest + 1
     first = -place // common * pow(taps_apart // common, -1, period) % period
-    return (highest - first) // period - (lowest - 1 - first) // period
+    return len(range(lowest + (first - lowest) % period, highest + 1, period))
 
 
 def _bad_product(product: Instruction, what: str) -> HloError:
-    return HloError(
-        f"{product.opcode} '{product.name}' {what}", product.line, 1 if product.line else 0
-    )
+    return product.error(f"{product.opcode} '{product.name}' {what}")

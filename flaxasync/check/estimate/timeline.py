@@ -10,28 +10,29 @@ import dataclasses
 from collections.abc import Mapping
 
 # What a slice can be.
-KINDS = {
-    "compute": "work of the core",
-    "stall": "the core waits for a transfer between devices, or until the other devices join a "
-    "collective",
-    "collective": "the core is held by a synchronous collective",
-    "memory": "the core waits for a copy within its device, or to or from the memory of its host",
-    "transfer": "a transfer between devices, under way",
-    "copy": "a copy within the device, or to or from its host, under way",
-    "repeat": "more iterations of a loop, like those before",
-}
+KINDS = (
+    "compute",  # work of the core
+    # the core waits for a transfer between devices, or until the others join a collective
+    "stall",
+    "collective",  # the core is held by a synchronous collective
+    # the core waits for a copy within its device, or to or from the memory of its host
+    "memory",
+    "transfer",  # a transfer between devices, under way
+    "copy",  # a copy within the device, or to or from its host, under way
+    "repeat",  # more iterations of a loop, like those before
+)
 
 # What the time of an instruction can be taken from.
-SOURCES = {
-    "played": "kernels and products that were simulated",
-    "given": "kernels whose seconds the caller gave",
-    "estimate": "kernels, by their own cost estimates at the peak of the data sheet",
-    "cycles": "the compiler's estimates of cycles",
-    "flops": "products of a GPU, by FLOPs at a share of the peak",
-    "bytes": "bytes at the rate of memory",
-    "links": "waits for other devices, by bytes on the links of the data sheet",
-    "memory": "waits for copies within the device",
-}
+SOURCES = (
+    "played",  # kernels and products that were simulated
+    "given",  # kernels whose seconds the caller gave
+    "estimate",  # kernels, by their own cost estimates at the peak of the data sheet
+    "cycles",  # the compiler's estimates of cycles
+    "flops",  # products of a GPU, by FLOPs at a share of the peak
+    "bytes",  # bytes at the rate of memory
+    "links",  # waits for other devices, by bytes on the links of the data sheet
+    "memory",  # waits for copies within the device
+)
 
 
 # Which of the predictions of one program to believe, for each of them. docs/check.md says why.

@@ -41,13 +41,11 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"wrote {file}", file=sys.stderr)
             return 0
         comparison = compare(read_baseline(file), program)
-    except FileNotFoundError as error:
-        advice = ""
-        if file == chosen.baseline:
-            advice = ": --update makes it"
-        print(f"{error}{advice}", file=sys.stderr)
+    except OSError as error:  # which names the file
+        is_new = isinstance(error, FileNotFoundError) and file == chosen.baseline
+        print(f"{error}{': --update makes it' * is_new}", file=sys.stderr)
         return 2
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         print(f"{file}: {error}", file=sys.stderr)
         return 2
     print(comparison)

@@ -7,10 +7,11 @@ the worse, because they are counted in its time; hazards, host callbacks and mem
 remain.
 """
 
+import collections
 import dataclasses
 
-from flaxasync.check.auditing.findings import size_text, time_text
 from flaxasync.check.gate.snapshot import COPIES, MEMORY, TRANSFERS, WAITS, Summary, Total
+from flaxasync.check.units import size_text, time_text
 
 SMALL_MEMORY = 1 << 20  # bytes; a smaller difference of temporary memory is none
 IN_TIME = (TRANSFERS, COPIES, WAITS)  # what is counted in the time of a step
@@ -108,21 +109,25 @@ def compare(
             continue  # a text does not say it
         had = baseline.rows.get(row, Total())
         has = program.rows.get(row, Total())
-        limits = {
-            WAITS: exposed * baseline.seconds,
-            MEMORY: max(temporaries * had.amount, SMALL_MEMORY),
-        }
-        more = has.amount - had.amount
-        if abs(more) <= limits.get(kind, bytes * had.amount):
+        limit = bytes * had.amount
+        if kind == WAITS:  # what a row may wait longer is a share of the time of the whole step
+            limit = exposed * baseline.seconds
+        elif kind == MEMORY:
+            limit = max(temporaries * had.amount, SMALL_MEMORY)
+        if abs(has.amount - had.amount) <= limit:
             continue
-        text = f"{name}: {_text(kind, has)} in a step, {_text(kind, had)} in the baseline"
-        lines = _new_lines(had, has)
-        if more < 0:
-            changes.append(Change(f"fewer {kind}", text, "better", lines))
+        direction = "more"
+        effect = "worse"
+        if has.amount < had.amount:
+            direction = "fewer"
+            effect = "better"
         elif program.seconds < baseline.seconds and kind in IN_TIME:
-            changes.append(Change(f"more {kind}", text, "changed", lines))
-        else:
-            changes.append(Change(f"more {kind}", text, "worse", lines))
+            effect = "changed"
+        text = f"{name}: {_text(kind, has)} in a step, {_text(kind, had)} in the baseline"
+        # the lines that have more instructions than before; all lines if none has
+        new = collections.Counter(has.sources) - collections.Counter(had.sources)
+        lines = tuple(new or has.sources or had.sources)
+        changes.append(Change(f"{direction} {kind}", text, effect, lines))
     return Comparison(baseline, program, tuple(sorted(changes, key=lambda c: not c.worse)))
 
 
@@ -136,9 +141,3 @@ def _text(kind: str, total: Total) -> str:
     if not total.dtypes:
         return size
     return f"{size} of {' and '.join(total.dtypes)}"
-
-
-def _new_lines(before: Total, after: Total) -> tuple[str, ...]:
-    """Returns the source lines that have more instructions than before; all lines if none has."""
-    new = [line for line, count in after.sources.items() if count > before.sources.get(line, 0)]
-    return tuple(new or after.sources or before.sources)

@@ -5,12 +5,11 @@ not how XLA combines and splits collectives: a row is a total over all instructi
 Seconds are estimates (`timeline`): they say what is hidden, and they are no measurement.
 """
 
-import collections
 import dataclasses
 import json
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flaxasync.check.auditing.audit import audit, default_chip
@@ -21,10 +20,10 @@ from flaxasync.check.estimate.costs_of import costs_of
 from flaxasync.check.estimate.estimator import timeline
 from flaxasync.check.hlo.async_operations import COLLECTIVES, async_operations, largest_array
 from flaxasync.check.hlo.load import axes_of, chip_of, module_of
-from flaxasync.check.hlo.module import HloModule, Instruction, without_number
+from flaxasync.check.hlo.module import Instruction, without_number
 from flaxasync.check.hlo.origins import callback_name, is_host_callback, origin
 from flaxasync.check.hlo.participants import AxisNames
-from flaxasync.hardware import accelerator
+from flaxasync.hardware import accelerator, is_gpu
 
 SMALL = 1 << 10  # bytes; a smaller transfer, such as the sum of a loss, has no row
 FORMAT = 3  # of the file; a file of another format is refused
@@ -44,14 +43,6 @@ class Total:
     dtypes: list[str] = dataclasses.field(default_factory=list)  # of what is moved, sorted
     # the instructions of each source line
     sources: dict[str, int] = dataclasses.field(default_factory=dict)
-
-    def add(self, amount: float, source: str = "", dtype: str = "") -> None:
-        """Adds one instruction, with its source line and the type that it moves, if it has any."""
-        self.amount += amount
-        if source:
-            self.sources[source] = self.sources.get(source, 0) + 1
-        if dtype:
-            self.dtypes = sorted({*self.dtypes, dtype})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,8 +66,8 @@ def summarize(
     Args:
       compiled: What `jitted.lower(...).compile()` or `compile_for` returned, or HLO text, or a
         parsed module.
-      chip: The chip whose times are estimated. By default the program's own chip, or v5e if the
-        program does not say.
+      chip: The chip whose times are estimated. By default the program's own chip. If the program
+        does not say, v5e, or h100 for a program that was compiled for GPUs.
       axes: The sizes of the mesh axes, by name, in the order of the mesh. By default those of the
         program, or those that its text names.
 
@@ -93,30 +84,32 @@ def summarize(
         raise ValueError(
             f"axes must multiply to the {module.num_devices} devices of {module.name}: got {given}"
         )
-    # A program says on which host each GPU is; a module does not.
+    # A program for GPUs says on which host each of them is; a module does not.
     source = module
-    if hasattr(compiled, "coords"):
+    if hasattr(compiled, "coords") and is_gpu(compiled.chip):
         source = compiled
     time = timeline(source, named)
-    rows = _rows(module, names, costs_of(module, named, program=compiled), time.slowest.causes)
-    rows[f"{WAITS}: all transfers"].add(time.exposed)
+    costs = costs_of(module, named, program=compiled)
+    rows = {f"{WAITS}: all transfers": Total(time.exposed)}
+    _add_transfers(rows, names, costs, time.slowest.causes)
+    for i in costs.executed:
+        if is_host_callback(i):
+            _add(rows, CALLBACKS, callback_name(i), costs.runs[i.computation.name], [i])
     for found in audit(source, chip=named).findings:
         if found.severity == Severity.ERROR or found.code == COPIES:
-            computation = module.computations[found.computation]
-            place, line = origin(computation.by_name.get(found.instruction, computation.root))
-            name = _name(CODES[found.code].meaning, place)
-            rows[f"{found.code}: {name}"].add(found.count, line)
+            i = module.computations[found.computation].by_name[found.instruction]
+            _add(rows, found.code, CODES[found.code].meaning, found.count, [i])
     if hasattr(compiled, "memory_analysis"):  # a text does not say it, and some backends do not
         temporaries = getattr(compiled.memory_analysis(), "temp_size_in_bytes", None)
         if temporaries is not None:
-            rows[f"{MEMORY}: the program"].add(temporaries)
+            rows[f"{MEMORY}: the program"] = Total(temporaries)
     return Summary(
         module=module.name,
         chip=accelerator(named).name,
         devices=module.num_devices,
         axes=dict(names.axes),
         seconds=time.seconds,
-        rows=dict(rows),
+        rows=rows,
     )
 
 
@@ -134,46 +127,47 @@ def read_baseline(path: str | os.PathLike) -> Summary:
     Raises:
       FileNotFoundError: There is no file.
       OSError: The file cannot be read.
-      ValueError: It is no baseline, or one of another format. The message says what to do.
+      ValueError: It is no baseline, or one of another format. The message says what to do, and
+        does not name the file.
     """
     text = pathlib.Path(path).read_bytes()
     try:
-        facts = json.loads(text.decode("utf-8-sig"))
+        facts = json.loads(text)
         if facts.pop("format") != FORMAT:
             raise ValueError("it is of another format")
         rows = {row: Total(**total) for row, total in facts.pop("rows").items()}
         return Summary(**facts, rows=rows)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"{path} is not a baseline of format {FORMAT} ({type(error).__name__}: {error}); write "
-            "it again with --update"
+            f"it is not a baseline of format {FORMAT} ({type(error).__name__}: {error}); write it "
+            "again with --update"
         ) from error
 
 
-def _rows(
-    module: HloModule, names: AxisNames, costs: Costs, exposed: Mapping[str, float]
-) -> collections.defaultdict[str, Total]:
-    """Returns the rows of transfers, waits and callbacks. `exposed` has the
-    seconds of a device's waits, by the name of the start, or of the synchronous collective or
-    kernel.
+def _add_transfers(
+    rows: dict[str, Total], names: AxisNames, costs: Costs, exposed: Mapping[str, float]
+) -> None:
+    """Adds the transfers of a program, and the waits for them. `exposed` has the seconds of a
+    device's waits, by the name of the start, or of the synchronous collective or kernel.
     """
-    rows = collections.defaultdict[str, Total](Total)
-    runs = costs.runs
 
     def add(what: str, i: Instruction, collective: Instruction, result: Instruction) -> None:
         """Adds a transfer: what waits for it (`i`), what has its groups, and what has its array."""
         size = result.shape.bytes
         if result.opcode == "reduce-scatter":
             size *= costs.group_size(result)  # its result is one part of the whole array
-        if size >= SMALL:
-            place, source = origin(i, collective)
-            name = _name(what, place, names.of(collective))
-            dtype = largest_array(result).element_type
-            rows[f"{TRANSFERS}: {name}"].add(size * runs[i.computation.name], source, dtype)
-            rows[f"{WAITS}: {name}"].add(exposed.get(i.name, 0.0), source)
+        if size < SMALL:
+            return
+        axes = names.of(collective)
+        name = f"{what} over {axes}" if axes else what
+        moved = size * costs.runs[i.computation.name]
+        at = [i, collective]
+        _add(rows, TRANSFERS, name, moved, at, dtype=largest_array(result).element_type)
+        _add(rows, WAITS, name, exposed.get(i.name, 0.0), at)
 
-    for op in async_operations(module):
-        if op.computation in runs and op.kind in COLLECTIVES and not is_host_callback(op.start):
+    for op in async_operations(costs.module):
+        runs = op.computation in costs.runs and not is_host_callback(op.start)
+        if runs and op.kind in COLLECTIVES:
             last = op.windows[0].done if op.windows else op.start
             add(op.kind, op.start, op.inner or op.start, op.inner or last)
     for i, collective in collectives_that_hold_the_chip(costs):
@@ -181,18 +175,26 @@ def _rows(
     for i in costs.executed:
         if i.is_communicating_kernel:
             add(f"kernel {without_number(i.name)}", i, i, i)
-        if is_host_callback(i):
-            place, source = origin(i)
-            name = _name(callback_name(i), place)
-            rows[f"{CALLBACKS}: {name}"].add(runs[i.computation.name], source)
-    return rows
 
 
-def _name(what: str, place: str, axes: str = "") -> str:
-    """Returns the name of a row: what the text of the program does not say is left out."""
-    text = what
-    if axes:
-        text += f" over {axes}"
+def _add(
+    rows: dict[str, Total],
+    kind: str,
+    what: str,
+    amount: float,
+    at: Sequence[Instruction],
+    dtype: str = "",
+) -> None:
+    """Adds one operation, which these instructions are, to the row of its kind and place. What the
+    text of the program does not say of them is left out.
+    """
+    place, source = origin(*at)
+    name = f"{kind}: {what}"
     if place:
-        text += f" ({place})"
-    return text
+        name += f" ({place})"
+    total = rows.setdefault(name, Total())
+    total.amount += amount
+    if source:
+        total.sources[source] = total.sources.get(source, 0) + 1
+    if dtype:
+        total.dtypes = sorted({*total.dtypes, dtype})

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from flaxasync.check.hlo.async_operations import FIRST_CLASS, async_operations, step_of
-from flaxasync.check.hlo.module import Computation, HloModule, Instruction
+from flaxasync.check.hlo.module import CONTROL_FLOW, Computation, HloModule, Instruction
 from flaxasync.check.hlo.shapes import Shape
 
 # The attributes that belong to the start itself. Every other attribute belongs to the instruction
@@ -38,6 +38,8 @@ _OF_START = (
     "statistics",
     "origin",
 )
+# opcodes that may bring a future from another computation
+CARRIERS = ("get-tuple-element", "parameter", *CONTROL_FLOW)
 # older texts repeat these at the update and the done
 _OLD = ("calls", "async_execution_thread", "async_group_id")
 _LATER = ("update", "done")
@@ -74,9 +76,7 @@ def to_generic(module: HloModule) -> HloModule:
             is_short = stem not in ("async", *FIRST_CLASS)
             if i.opcode == "async-start":
                 wraps[i.name] = tuple(called.root.opcode for called in i.called)
-            elif role in _LATER and i.operands and i.operands[0] in wraps:
-                wraps[i.name] = wraps[i.operands[0]]
-            if role == "start" and is_short:
+            elif role == "start" and is_short:
                 called = _called_by_short_call(i)
                 if called is None:
                     called = _wrapped(i, chain(i), next(free))
@@ -84,10 +84,12 @@ def to_generic(module: HloModule) -> HloModule:
                     computations[called.name] = called
                 wraps[i.name] = (called.root.opcode,)
                 changes[i.name] = _generic(i, called.name)
-            elif role in _LATER and is_short and _fits(i, stem, wraps.get(i.name)):
-                changes[i.name] = _without_old(i, f"async-{role}")
-            elif role in _LATER and stem == "async" and any(key in i.attributes for key in _OLD):
-                changes[i.name] = _without_old(i, i.opcode)
+            elif role in _LATER:
+                if i.operands and i.operands[0] in wraps:
+                    wraps[i.name] = wraps[i.operands[0]]
+                is_old = stem == "async" and not i.attributes.keys().isdisjoint(_OLD)
+                if is_old or (is_short and _fits(i, stem, wraps.get(i.name))):
+                    changes[i.name] = _without_old(i, f"async-{role}")
         if changes:
             computation = _changed(computation, changes)
         computations[computation.name] = computation
@@ -226,9 +228,8 @@ def _fits(step: Instruction, stem: str, wrapped: tuple[str, ...] | None) -> bool
     It names what that wraps, or a call; or the start is in another computation.
     """
     if wrapped is None:
-        carriers = ("get-tuple-element", "parameter", "while", "conditional", "call")
         before = [made.opcode for made in step.inputs[:1]]
-        return any(opcode in carriers or opcode.endswith("-update") for opcode in before)
+        return any(opcode in CARRIERS or opcode.endswith("-update") for opcode in before)
     return stem in ("call", *wrapped)
 
 

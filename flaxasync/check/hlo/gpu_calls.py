@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from flaxasync.check.hlo.module import HloModule, Instruction
-from flaxasync.check.hlo.shapes import HloError, Shape
+from flaxasync.check.hlo.shapes import Shape
 
 # How the names of products begin: __cublas$lt$matmul, __cublas$lt$matmul$f8.
 PRODUCTS = "__cublas"
@@ -66,11 +66,8 @@ def attention_flops(call: Instruction) -> float:
         window = int(notes.get("sliding_window_length", 0))
         head = call.inputs[0].shape.dimensions[-1]
     except (IndexError, KeyError, TypeError, ValueError):
-        raise HloError(
-            f"the attention '{call.name}' does not say how many scores it has",
-            call.line,
-            1 if call.line else 0,
-        ) from None
+        message = f"the attention '{call.name}' does not say how many scores it has"
+        raise call.error(message) from None
     scores = float(rows * columns)
     if 0 < window < columns:
         scores = window * rows - window * (window - 1) / 2
@@ -114,11 +111,9 @@ def product_flops(product: Instruction) -> float:
     try:
         summed = [sizes[int(n)] for n in numbers["lhs_contracting_dimensions"]]
     except (IndexError, KeyError, TypeError, ValueError):
-        raise HloError(
+        raise product.error(
             f"the product '{product.name}' sums over dimensions that cannot be read: got "
-            f"{str(numbers)[:120]} for operands of {len(sizes)} dimensions",
-            product.line,
-            1 if product.line else 0,
+            f"{str(numbers)[:120]} for operands of {len(sizes)} dimensions"
         ) from None
     results = math.prod(max(size, 0) for size in product_result(product).dimensions)
     return 2.0 * results * math.prod(max(size, 0) for size in summed)

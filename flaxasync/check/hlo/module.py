@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 
-from flaxasync.check.hlo.shapes import Shape
+from flaxasync.check.hlo.shapes import HloError, Shape
 from flaxasync.check.hlo.source_location import read_stack_frames, source_line
 
 _ALIAS = re.compile(r"\{([\d, ]*)\}\s*:\s*\(\s*(\d+)\s*,\s*\{([\d, ]*)\}")
@@ -23,6 +23,7 @@ _ESTIMATED_CYCLES = re.compile(r'"window_config":\s*\{[^{}]*"estimated_cycles":\
 _KERNEL_FLOPS = re.compile(r'"cost_estimate":\{"flops":"(\d{1,18})"')
 
 MATMULS = ("convolution", "dot")  # opcodes
+CONTROL_FLOW = ("while", "conditional", "call")  # opcodes that run what they call
 
 # The attributes that name computations.
 _CALLS = (
@@ -118,6 +119,10 @@ class Instruction:
         """The "file:line" of the Python code that made it; "" if the text does not say."""
         frames = self.computation.module.stack_frames
         return source_line(self.attributes.get("metadata", ""), frames)
+
+    def error(self, message: str) -> HloError:
+        """Makes an error at its line."""
+        return HloError(message, self.line, 1 if self.line else 0)
 
     @property
     def control_predecessors(self) -> tuple[str, ...]:
@@ -348,37 +353,23 @@ class HloModule:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, HloModule):
             return NotImplemented
-        mine = (self.name, self.attributes, self.tables, len(self.computations))
-        return mine == (
-            other.name,
-            other.attributes,
-            other.tables,
-            len(other.computations),
-        ) and all(
-            one == two
-            for one, two in zip(self._without_names(), other._without_names(), strict=True)
-        )
+        return list(self._without_names()) == list(other._without_names())
 
     __hash__ = None  # type: ignore[assignment]  # a module has dictionaries
 
     def _without_names(self) -> Iterator[tuple[object, ...]]:
-        """Yields what each computation does, in the order in which they are called from the entry,
-        then the others.
+        """Yields what the module says, and what each computation does, in the order in which they are
+        called from the entry, then the others.
         """
-        order = [self.entry.name]
-        numbers = {self.entry.name: 0}
-        for name in itertools.chain(order, self.computations):  # `order` grows meanwhile
+        yield self.name, self.attributes, self.tables
+        numbers: dict[str, int] = {}
+        called = [self.entry.name]
+        for name in itertools.chain(called, self.computations):  # `called` grows meanwhile
             if name not in numbers:
-                numbers[name] = len(order)
-                order.append(name)
-            computation = self.computations[name]
-            for called in (
-                called for i in computation.instructions for called in i.called_computations
-            ):
-                if called not in numbers:
-                    numbers[called] = len(order)
-                    order.append(called)
-        for name in order:
+                numbers[name] = len(numbers)
+                for i in self.computations[name].instructions:
+                    called += i.called_computations
+        for name in numbers:
             computation = self.computations[name]
             yield computation.is_entry, computation.execution_thread, len(computation.instructions)
             for i in computation.instructions:

@@ -197,7 +197,7 @@ def _mesh_groups(axes: str, device_ids: str | None, chosen: str) -> Groups | Non
     be read.
     """
     sizes = _axes(axes)
-    factors = _factors(chosen, _axes(axes))
+    factors = _factors(chosen, sizes)
     count = math.prod(sizes.values())
     if not sizes or not 0 < count <= MAX_DEVICES or factors is None:
         return None
@@ -210,14 +210,15 @@ def _mesh_groups(axes: str, device_ids: str | None, chosen: str) -> Groups | Non
             ids = _numbers(device_ids)
         if sorted(ids) != list(range(count)):
             return None
-    # by what a group has in common: by chosen digits
+    # The devices of a group differ in the chosen digits of their coordinates alone. Here they are by
+    # the rest of their coordinates, and then by these digits.
     groups: dict[tuple[int, ...], dict[tuple[int, ...], int]] = {}
     for device, at in zip(ids, itertools.product(*map(range, sizes.values())), strict=True):
-        coordinates = dict(zip(sizes, at, strict=True))
-        digits = tuple(coordinates[axis] // stride % size for axis, stride, size in factors)
+        rest = dict(zip(sizes, at, strict=True))
+        digits = tuple(rest[axis] // stride % size for axis, stride, size in factors)
         for (axis, stride, _), digit in zip(factors, digits, strict=True):
-            coordinates[axis] -= digit * stride
-        groups.setdefault(tuple(coordinates.values()), {})[digits] = device
+            rest[axis] -= digit * stride
+        groups.setdefault(tuple(rest.values()), {})[digits] = device
     if any(len(group) != math.prod(size for _, _, size in factors) for group in groups.values()):
         return None  # sub-axes overlap
     return tuple(tuple(group[digits] for digits in sorted(group)) for group in groups.values())
@@ -278,6 +279,4 @@ def _error(instruction: Instruction, name: str, text: str) -> HloError:
         excerpt = text
     else:
         excerpt = text[:120] + "..."
-    return HloError(
-        f"{name} of '{instruction.name}' cannot be read: got {excerpt!r}", instruction.line, 1
-    )
+    return instruction.error(f"{name} of '{instruction.name}' cannot be read: got {excerpt!r}")

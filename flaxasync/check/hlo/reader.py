@@ -11,6 +11,7 @@ import itertools
 import json
 import re
 import sys
+from collections.abc import Iterator
 
 from flaxasync.check.hlo.async_forms import to_generic
 from flaxasync.check.hlo.module import Computation, HloModule, Instruction
@@ -181,7 +182,7 @@ class _Reader:
         if match["result"] is None:
             self.at = match.end()
             self.signature(name)
-        else:
+        else:  # as most are, which would take a tenth longer in `signature`
             self.at = match.start("result")
             self.shape_in(match["result"])
             self.at = match.end()
@@ -223,7 +224,7 @@ class _Reader:
         computation.
         """
         if self.text.startswith("(", self.at):
-            self.at = self.end(self.at)
+            self.at = self.end_of_bracket(self.at)
             if self.take("->"):
                 self.skip_blank()
                 self.shape()
@@ -247,7 +248,7 @@ class _Reader:
         begin = operation.end("opcode") + 1
         inside = operation["operands"]
         if inside is None:
-            self.at = self.end(begin - 1)
+            self.at = self.end_of_bracket(begin - 1)
             inside = self.text[begin : self.at - 1]
         else:
             self.at = operation.end()
@@ -348,15 +349,21 @@ class _Reader:
                 end = begin
             if end > begin and self.text.startswith((",", "\n", "}"), end):
                 return end
-        return self.end(begin, stops=",\n}")
+        for token, _ in self.outside_brackets(begin):
+            mark = token[0]
+            if mark in (",", "\n", "}") or mark.startswith("//"):
+                return token.start()
+            if mark in _CLOSING:
+                raise self.error(f"unexpected {mark!r}", token.start())
+        return len(self.text)
 
     def shape(self) -> Shape:
         if match := ARRAY.match(self.text, self.at):
             end = match.end()
         elif self.text.startswith("(", self.at):
-            end = self.end(self.at)
+            end = self.end_of_bracket(self.at)
         elif self.text.startswith("b(", self.at):
-            end = self.end(self.at + 1)
+            end = self.end_of_bracket(self.at + 1)
         else:
             raise self.error(f"expected a shape: got {self.excerpt()}")
         shape = self.shape_in(self.text[self.at : end])
@@ -408,37 +415,36 @@ class _Reader:
             ", where the text ends" if not end and self.at + 40 >= len(self.text) else ""
         )
 
-    def end(self, at: int, stops: str = "") -> int:
-        """Returns the index of the first of the stops outside of brackets; without stops, that
-        after one bracket.
+    def end_of_bracket(self, at: int) -> int:
+        """Returns the index behind the bracket that opens at an index."""
+        _, end = next(self.outside_brackets(at))
+        return end
 
-        Strings and comments do not count. HloError says which bracket or string is not closed, or
-        closes too early.
+    def outside_brackets(self, at: int) -> Iterator[tuple[re.Match, int]]:
+        """Yields the tokens that no bracket encloses, each with the index of its end: of a bracket the
+        token that opens it, and the index behind it.
+
+        HloError says which bracket, string or comment is not closed, or closes too early.
         """
         opened: list[re.Match] = []
         for token in _TOKEN.finditer(self.text, at):
             mark = token[0]
+            if mark in ('"', "/*"):  # one that is closed is one token with what is in it
+                what = "string" if mark == '"' else "comment"
+                raise self.error(f"a {what} is not closed: the text is cut short", token.start())
+            begun = token
             if mark in _CLOSER:
                 opened.append(token)
-            elif mark[0] in _CLOSER:  # and closed again
-                if not opened and not stops:
-                    return token.end()
-            elif not opened and (mark in stops or (stops and mark.startswith("//"))):
-                return token.start()
-            elif mark == '"':  # a string that is closed is one token
-                raise self.error("a string is not closed: the text is cut short", token.start())
-            elif mark == "/*":  # a comment that is closed is one token
-                raise self.error("a comment is not closed: the text is cut short", token.start())
-            elif mark in _CLOSING:
-                if not opened or mark != _CLOSER[opened.pop()[0]]:
+            elif opened and mark in _CLOSING:
+                begun = opened.pop()
+                if mark != _CLOSER[begun[0]]:
                     raise self.error(f"unexpected {mark!r}", token.start())
-                if not opened and not stops:
-                    return token.end()
+            if not opened:
+                yield begun, token.end()
         if opened:
             raise self.error(
                 f"{opened[0][0]!r} is not closed: the text is cut short", opened[0].start()
             )
-        return len(self.text)
 
 
 def _check_calls(computations: dict[str, Computation]) -> None:
@@ -452,7 +458,7 @@ def _check_calls(computations: dict[str, Computation]) -> None:
             calls[computation.name] = made
     for i, name in itertools.chain.from_iterable(calls.values()):
         if name not in computations:
-            raise _bad_call(i, name, ", which the text does not define")
+            raise i.error(f"'{i.name}' calls '{name}', which the text does not define")
     callees = {
         caller: [name for _, name in made if name in calls] for caller, made in calls.items()
     }
@@ -461,15 +467,15 @@ def _check_calls(computations: dict[str, Computation]) -> None:
     except graphlib.CycleError as error:
         called, caller, *_ = error.args[1]
         i = next(i for i, name in calls[caller] if name == called)
-        raise _bad_call(i, called, ", which is around it: no program calls itself") from None
+        raise i.error(
+            f"'{i.name}' calls '{called}', which is around it: no program calls itself"
+        ) from None
     depths: dict[str, int] = {}  # of the calls below each computation
     for caller in callees_first:
         depths[caller] = 0
         for i, name in calls[caller]:
             depths[caller] = max(depths[caller], depths.get(name, 0) + 1)
             if depths[caller] >= MAX_CALLS:
-                raise _bad_call(i, name, f": calls are nested deeper than {MAX_CALLS}")
-
-
-def _bad_call(i: Instruction, name: str, what: str) -> HloError:
-    return HloError(f"'{i.name}' calls '{name}'{what}", i.line, 1)
+                raise i.error(
+                    f"'{i.name}' calls '{name}': calls are nested deeper than {MAX_CALLS}"
+                )

@@ -43,22 +43,17 @@ def read_stack_frames(tables: str) -> dict[str, str]:
         elif number:
             entries = sections.setdefault(number, {})
     files = {n: text.strip('"') for n, text in sections.get("FileNames", {}).items()}
-    locations = {}
-    for n, text in sections.get("FileLocations", {}).items():
-        if match := re.search(r"file_name_id=(\d+).*?\bline=(\d+)", text):
-            locations[n] = f"{files.get(match[1], '?')}:{match[2]}"
-    lines = {}
-    parents = {}
-    for n, text in sections.get("StackFrames", {}).items():
-        if match := re.search(r"file_location_id=(\d+)", text):
-            lines[n] = locations.get(match[1], "")
-        parent = re.search(r"parent_frame_id=(\d+)", text)
-        parents[n] = int(parent[1][:9]) if parent else 0
+    locations = {
+        n: f"{files.get(_field(text, 'file_name_id'), '?')}:{_field(text, 'line')}"
+        for n, text in sections.get("FileLocations", {}).items()
+    }
+    frames = sections.get("StackFrames", {})
+    lines = {n: locations.get(_field(text, "file_location_id"), "") for n, text in frames.items()}
+    parents = {n: int(_field(text, "parent_frame_id")) for n, text in frames.items()}
     # XLA prints the number of the parent plus one, and 1 where there is no parent.
+    shift = 1
     if 0 in parents.values():
         shift = 0
-    else:
-        shift = 1
 
     def line_of_user(frame: str) -> str:
         at = frame
@@ -71,3 +66,11 @@ def read_stack_frames(tables: str) -> dict[str, str]:
         return lines[frame]
 
     return {n: line_of_user(n) for n in lines}
+
+
+def _field(entry: str, name: str) -> str:
+    """Returns the number of a field in an entry of a table; "0" if it has none."""
+    match = re.search(rf"\b{name}=(\d{{1,9}})", entry)
+    if match:
+        return match[1]
+    return "0"

@@ -20,10 +20,8 @@ _HOLDS = {
     "GT": lambda a, b: a > b,
     "GE": lambda a, b: a >= b,
 }
-# instructions between a value and what it is made of; the loops of compilers need fewer than ten
-_DEPTH = 16
 # instructions that are looked at for one loop; those of compilers need fewer than fifty
-_STEPS = 1000
+_MOST = 100
 
 
 class _Value(NamedTuple):
@@ -46,30 +44,23 @@ def trip_count(loop: Instruction) -> int | None:
     if len(called) != 2 or not loop.operands:
         return None
     body, condition = called
-    search = itertools.repeat(True, _STEPS)
     begin = loop.inputs[0]
-    counter, bound, direction = _comparison(search, condition)
+    budget = itertools.repeat(True, _MOST)  # an element for each instruction that may be looked at
+    counter, bound, direction = _comparison(budget, condition)
     if counter is None or bound is None or counter.element is None:
         return None
-    start = _element(search, begin, counter.element)
-    limit: _Value | None = bound
-    if bound.element is not None:
-        kept = _element(search, body.root, bound.element)
-        limit = _element(search, begin, bound.element)
-        if limit is None or kept != _Value(bound.element, 0):
+    limit = bound
+    if bound.element is not None:  # the loop carries the bound, and must leave it as it is
+        first = _element(budget, begin, bound.element)
+        if first is None or _element(budget, body.root, bound.element) != _Value(bound.element, 0):
             return None
-        limit = _Value(limit.element, limit.added + bound.added)
-    step = _element(search, body.root, counter.element)
-    if (
-        start is None
-        or limit is None
-        or step is None
-        or start.element is not None
-        or limit.element is not None
-    ):
+        limit = _Value(first.element, first.added + bound.added)
+    start = _element(budget, begin, counter.element)
+    step = _element(budget, body.root, counter.element)
+    if start is None or step is None or step.element != counter.element or not step.added:
         return None
-    if step.element != counter.element or not step.added:
-        return None
+    if start.element is not None or limit.element is not None:
+        return None  # an element of the loop around this one
     return _count(start.added + counter.added, limit.added, step.added, direction)
 
 
@@ -83,7 +74,7 @@ def _count(start: int, limit: int, step: int, direction: str) -> int | None:
 
 
 def _comparison(
-    search: Iterator[bool], condition: Computation
+    budget: Iterator[bool], condition: Computation
 ) -> tuple[_Value | None, _Value | None, str]:
     """Returns both sides of the comparison of a condition, which may be in a fusion, and its
     direction.
@@ -91,32 +82,31 @@ def _comparison(
     root = condition.root
     arguments = None
     if root.opcode == "fusion":
-        arguments = [_value(search, operand) for operand in root.inputs]
+        arguments = [_value(budget, operand) for operand in root.inputs]
         root = next((called.root for called in root.called), root)
     direction = root.attributes.get("direction", "")
     if root.opcode != "compare" or direction not in _HOLDS or len(root.operands) != 2:
         return None, None, ""
-    left, right = (_value(search, operand, arguments) for operand in root.inputs)
+    left, right = (_value(budget, operand, arguments) for operand in root.inputs)
     return left, right, direction
 
 
-def _element(search: Iterator[bool], made: Instruction, index: int) -> _Value | None:
+def _element(budget: Iterator[bool], made: Instruction, index: int) -> _Value | None:
     """Returns the value of one element of a tuple."""
     if made.opcode != "tuple" or index >= len(made.operands):
         return None
-    return _value(search, made.inputs[index])
+    return _value(budget, made.inputs[index])
 
 
 def _value(
-    search: Iterator[bool],
+    budget: Iterator[bool],
     i: Instruction,
     arguments: Sequence[_Value | None] | None = None,
-    depth: int = _DEPTH,
 ) -> _Value | None:
     """Returns the value of a scalar in a computation of a loop, or in a fusion with the given
     arguments.
     """
-    if depth == 0 or not next(search, False) or i.shape.dimensions or i.shape.is_tuple:
+    if not next(budget, False) or i.shape.dimensions or i.shape.is_tuple:
         return None
     made = i.inputs
     if i.opcode == "constant":
@@ -135,10 +125,10 @@ def _value(
             return _Value(i.tuple_index, 0)
         return None
     if i.opcode in _FORWARDING and made:
-        return _value(search, made[0], arguments, depth - 1)
+        return _value(budget, made[0], arguments)
     if i.opcode not in ("add", "fusion"):
         return None
-    values = [_value(search, operand, arguments, depth - 1) for operand in made]
+    values = [_value(budget, operand, arguments) for operand in made]
     if i.opcode == "add":
         left, right = values if len(values) == 2 else (None, None)
         if left is None or right is None:
@@ -148,7 +138,4 @@ def _value(
         if right.element is None:
             return _Value(left.element, left.added + right.added)
         return None  # a sum of two elements
-    return next(
-        (_value(search, body.root, values, depth - 1) for body in i.called),
-        None,
-    )
+    return next((_value(budget, body.root, values) for body in i.called), None)

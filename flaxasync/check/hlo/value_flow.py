@@ -203,16 +203,14 @@ def _through_root(holder: _Holder) -> list[_Holder]:
     for call in here.callers:
         after = call.position + 1
         if call.opcode == "while" and call.loop_body == here.name:
-            loop, before = holder.loops[-1] if holder.loops else ("", holder)
-            if loop == call.name and before.path == holder.path:
-                # The loop carries the value through untouched, so the value is alive during the
-                # whole loop.
-                onward.append(dataclasses.replace(before, instruction=call, copies=copies))
-                continue
-            if loop == call.name:
-                outer = holder.loops[:-1]
-            else:
-                outer = holder.loops
+            outer = holder.loops
+            if outer and outer[-1][0] == call.name:  # the value entered the loop from outside
+                before = outer[-1][1]
+                outer = outer[:-1]
+                if before.path == holder.path:
+                    # The loop carries it through untouched, so it is alive during the whole loop.
+                    onward.append(dataclasses.replace(before, instruction=call, copies=copies))
+                    continue
             if 0 in here.parameters:
                 again = (*crosses, f"repeats {call.name}")
                 onward.append(

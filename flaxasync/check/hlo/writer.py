@@ -18,15 +18,14 @@ def format_module(module: HloModule, form: Literal["generic", "short"] = "generi
     """
     if form not in ("generic", "short"):
         raise ValueError(f"form must be 'generic' or 'short': got {form!r}")
-    return _format(to_short(module) if form == "short" else module)
-
-
-def _format(module: HloModule) -> str:
-    attributes = "".join(f", {key}={value}" for key, value in module.attributes.items())
-    blocks = [f"HloModule {module.name}{attributes}"]
-    if module.tables:
-        blocks.append(module.tables)
-    blocks += [_format_computation(computation) for computation in module.computations.values()]
+    written = module
+    if form == "short":
+        written = to_short(module)
+    attributes = "".join(f", {key}={value}" for key, value in written.attributes.items())
+    blocks = [f"HloModule {written.name}{attributes}"]
+    if written.tables:
+        blocks.append(written.tables)
+    blocks += [_format_computation(computation) for computation in written.computations.values()]
     return "\n\n".join(blocks) + "\n"
 
 
@@ -34,10 +33,7 @@ def _format_computation(computation: Computation) -> str:
     parameters = [computation.parameters[n] for n in sorted(computation.parameters)]
     signature = ", ".join(f"{p.name}: {p.shape.without_layout()}" for p in parameters)
     result = computation.root.shape.without_layout()
-    head = (
-        f"{'ENTRY ' if computation.is_entry else ''}%{computation.name} ({signature}) -> {result} "
-        f"{{"
-    )
+    head = f"{'ENTRY ' * computation.is_entry}%{computation.name} ({signature}) -> {result} {{"
     lines = [head, *(f"  {_format_instruction(i)}" for i in computation.instructions)]
     thread = computation.execution_thread
     lines.append("}" if thread == "main" else f'}}, execution_thread="{thread}"')
@@ -47,11 +43,7 @@ def _format_computation(computation: Computation) -> str:
 def _format_instruction(instruction: Instruction) -> str:
     inside = instruction.literal or ", ".join(f"%{operand}" for operand in instruction.operands)
     attributes = "".join(f", {key}={value}" for key, value in instruction.attributes.items())
-    if instruction.is_root:
-        root = "ROOT "
-    else:
-        root = ""
     return (
-        f"{root}%{instruction.name} = {instruction.shape} "
+        f"{'ROOT ' * instruction.is_root}%{instruction.name} = {instruction.shape} "
         f"{instruction.opcode}({inside}){attributes}"
     )

@@ -3,12 +3,12 @@ machine without a TPU.
 
 Each file imports only files that are listed above it or beside it:
 
-  errors, bundle_text, chips, memory                    the text of programs; the chips, and the memory of one
+  errors, bundle_text, chips, memory, routing           the text of programs; the chips, and the memory of one
   scalar_operations, matrix_unit, basic_blocks          from a program to Python code that executes it
-  collectives, dump                                     XLA's collectives; from a folder of dumps to programs
+  collectives, dump, prepared                           XLA's collectives; from a folder of dumps to programs
   result, machine                                       one device: its record, and what it does
   network, state, semaphores, transfers, simulation     all devices together
-  play, kernels                                         the public functions; the kernels of a program one by one
+  play, kernel_times, product_times                     the public functions; kernels and products one by one
 """
 
 from flaxasync.check.player.chips import PLAYED_CHIPS as PLAYED_CHIPS
@@ -16,6 +16,7 @@ from flaxasync.check.player.chips import PlayedChip as PlayedChip
 from flaxasync.check.player.chips import played_chip as played_chip
 from flaxasync.check.player.errors import DeadlockError as DeadlockError
 from flaxasync.check.player.errors import DumpError as DumpError
+from flaxasync.check.player.errors import HaltError as HaltError
 from flaxasync.check.player.errors import LeftoverSemaphoreError as LeftoverSemaphoreError
 from flaxasync.check.player.errors import MeshMismatchError as MeshMismatchError
 from flaxasync.check.player.errors import OutOfBoundsError as OutOfBoundsError

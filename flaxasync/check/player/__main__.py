@@ -1,8 +1,8 @@
 """Simulates the bundle dumps of a TPU program and shows where the time goes: python -m
 flaxasync.check.player DIR.
 
-The exit status is 0, 1 if the program breaks a rule of the machine, and 2 if it cannot be
-simulated, or not be read.
+The exit status is 0, 1 if the program breaks a rule of the machine, and 2 if it cannot be read or
+simulated, or a file cannot be written.
 """
 
 import argparse
@@ -24,6 +24,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--topology", help="topology of the program, like v5e:2x2 (default: as in player.json)")
     add(
         "--coords",
+        type=coordinates,
         help="the chip (and core) of each partition, like 0,0,0:1,0,0:1,1,0:0,1,0 (default: as in "
         "player.json)",
     )
@@ -43,31 +44,35 @@ def main(argv: list[str] | None = None) -> int:
     )
     options = parser.parse_args(argv)
     try:
-        coords = None
-        if options.coords:
-            coords = [tuple(int(n) for n in chip.split(",")) for chip in options.coords.split(":")]
         result = play_dump(
-            options.folder, topology=options.topology, coords=coords, accept=options.accept
+            options.folder,
+            topology=options.topology,
+            coords=options.coords,
+            accept=options.accept,
         )
+        if options.json == "-":
+            print(result.to_json())
+        else:
+            print(result)
+            if options.json:
+                pathlib.Path(options.json).write_text(result.to_json() + "\n")
+        if options.trace:
+            save_trace(result, options.trace)
+        if options.picture:
+            save_picture(result, options.picture)
     except UnsimulatedError as error:
         print(f"cannot be simulated: {error}", file=sys.stderr)
         return 2
-    except PlayerError as error:
+    except (PlayerError, OSError, ImportError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         if isinstance(error, ProtocolError):
             return 1
         return 2
-    if options.json == "-":
-        print(result.to_json())
-    else:
-        print(result)
-        if options.json:
-            pathlib.Path(options.json).write_text(result.to_json() + "\n")
-    if options.trace:
-        save_trace(result, options.trace)
-    if options.picture:
-        save_picture(result, options.picture)
     return 0
+
+
+def coordinates(text: str) -> list[tuple[int, ...]]:
+    return [tuple(int(n) for n in chip.split(",")) for chip in text.split(":")]
 
 
 if __name__ == "__main__":

@@ -165,39 +165,37 @@ class BlockCode:
         In the code, g is the value of the predicate, e an external operation, a an address and t
         any other value; `number` is that of the operation in its bundle.
         """
-        reads: list[str] = []
-        writes: list[str] = []
+        before: list[str] = []  # lines
+        after: list[str] = []
         guard = ""
         # A predicate of a vector operation is not evaluated, because it changes no value that is
         # computed.
         if operation.predicate and (scalar.is_computed(operation) or is_external(operation)):
-            holds = scalar.CONSTANT_PREDICATES.get(operation.predicate)
-            reads.append(f"g{number} = {holds or self._scalar(operation.predicate)}")
+            constant = scalar.CONSTANT_PREDICATES.get(operation.predicate)
+            before.append(f"g{number} = {constant or self._scalar(operation.predicate)}")
             guard = f"if g{number}: "
         if operation.unit == "sbr":
             target = self.program.regions[operation.target]
-            writes.append(
+            after.append(
                 f"{guard}branch = d.branch(branch, {target}, {index + self.chip.branch_delay})"
             )
         elif is_external(operation):
             values = "".join(f"{self._value(text)}, " for text in operation.operands)
-            reads.append(f"e{number} = ({len(external)}, ({values}))")
+            before.append(f"e{number} = ({len(external)}, ({values}))")
             external.append(ExternalOperation(operation, index))
-            writes.append(f"{guard}external = (external or []) + [e{number}]")
+            after.append(f"{guard}external = (external or []) + [e{number}]")
         elif operation.unit == "sst":
             address, value = map(self._scalar, operation.operands)
-            reads.append(f"a{number} = {address}; t{number} = {value}")
-            writes.append(f"{guard}d.smem[a{number}] = t{number}")
+            before.append(f"a{number} = {address}; t{number} = {value}")
+            after.append(f"{guard}d.smem[a{number}] = t{number}")
         elif operation.unit == "sdivrem":
             dividend, divisor = map(self._scalar, operation.operands)
-            reads.append(f"t{number} = divmod({dividend}, max({divisor}, 1))")
-            writes.append(
-                f"{guard}d.divided.extend(t{number}{self._wanted_of_division(operation)})"
-            )
+            before.append(f"t{number} = divmod({dividend}, max({divisor}, 1))")
+            after.append(f"{guard}d.divided.extend(t{number}{self._wanted_of_division(operation)})")
         elif operation.name == "spush.sccf":
             # to the other core of the chip, which is assumed to send the same value
-            reads.append(f"t{number} = {self._scalar(operation.operands[0])}")
-            writes.append(f"{guard}d.core_values.append(t{number})")
+            before.append(f"t{number} = {self._scalar(operation.operands[0])}")
+            after.append(f"{guard}d.core_values.append(t{number})")
         elif not scalar.is_computed(operation):
             # takes time (matrix_unit.py), and has no code
             is_known = operation.unit in matrix_unit.VECTOR_FAMILIES
@@ -207,11 +205,11 @@ class BlockCode:
             register = scalar.result_register(operation)
             if register is None:
                 raise scalar.NoScalarError(f"operation {operation.name!r} without a result")
-            if guard:
+            if guard:  # what is not executed takes nothing from a queue, and notes no unknown word
                 result = f"({result}) if g{number} else 0"
-            reads.append(f"t{number} = {result}")
-            writes.append(f"{guard}{register[0]}[{register[1]}] = t{number}")
-        return reads, writes
+            before.append(f"t{number} = {result}")
+            after.append(f"{guard}{register[0]}[{register[1]}] = t{number}")
+        return before, after
 
     def _wanted_of_division(self, operation: Operation) -> str:
         """Returns the index of what a program reads of (quotient, remainder): of both, or of the

@@ -18,7 +18,9 @@ from flaxasync.check.player.errors import DumpError
 
 HEADER = "= control target key start"
 
-_BUNDLE = re.compile(r"^ *(0x[0-9a-f]+|0) +([A-Z]{2})? *: *(?:> *)*\{", re.M)
+# "0x12 LB: > {": its address, and two letters where branches go to it, which the text explains at
+# its beginning
+_BUNDLE = re.compile(r"^ *(?P<address>0x[0-9a-f]+|0) +(?P<target>[A-Z]{2})? *: *(?:> *)*\{", re.M)
 _REGION = re.compile(r"Start(?:/End empty)? region (\d+)")
 _COMMENT = re.compile(r"/\*(.*?)\*/", re.S)
 _PLACEHOLDER = re.compile(r"\x01(\d+)\x02")  # stands for a comment while operations are split apart
@@ -164,9 +166,9 @@ def _bundles(
         else:
             end = len(text)
         where = f"{path.name}:{lines[-1]}: bundle {index:#x}"
-        if int(match[1], 0) != index:
+        if int(match["address"], 0) != index:
             raise DumpError(
-                f"{where} is missing (found {match[1]}): the dump was cut; compile again"
+                f"{where} is missing (found {match['address']}): the dump was cut; compile again"
             )
         comments: list[str] = []
         inside, brace, after = _set_aside(text[match.end() : end], comments).partition("}")
@@ -177,9 +179,7 @@ def _bundles(
                 regions.setdefault(int(region), index)
         bundles.append(_operations(inside, comments))
         lines.append(lines[-1] + text.count("\n", match.start(), end))
-    if starts[-1][2]:
-        # The exit bundle is the target of branches, but its comment names the exit instead of its
-        # regions.
+    if starts[-1]["target"]:  # the exit bundle, whose comment does not name its regions
         targets = {o.target for bundle in bundles for o in bundle if o.target >= 0}
         regions |= dict.fromkeys(targets - regions.keys(), len(bundles) - 1)
     return bundles, lines, regions

@@ -2,9 +2,11 @@
 topology.
 
 Peak rates, bandwidths and clocks are those of `flaxasync.hardware`, which takes them from data
-sheets and from the compiler, and so is the efficiency of HBM. This table adds the timing of the
-matrix units, and the efficiency of links. Only v5e was calibrated on measurements. The numbers of other chips that are
-marked "assumed" were not measured, and results on those chips say so.
+sheets and from the compiler, and so are the efficiency of HBM (`hbm_efficiency`) and the latency of
+transfers within a chip (`memory_latency`). This table adds the timing of the matrix units, the
+efficiency of links and the latencies between chips. Only v5e was calibrated on measurements. The
+numbers of other chips that are marked "assumed" were not measured, and results on those chips say
+so.
 
 | number | v5e | other chips |
 |---|---|---|

@@ -13,6 +13,7 @@ import re
 
 from flaxasync.check.hlo.module import HloModule, Instruction
 from flaxasync.check.hlo.reader import parse
+from flaxasync.check.hlo.shapes import HloError
 from flaxasync.check.player.bundle_text import Program, read_program
 from flaxasync.check.player.collectives import SYNCHRONOUS
 from flaxasync.check.player.errors import DumpError
@@ -55,7 +56,6 @@ class Dump:
             return ""
         return self.instructions[instruction].source
 
-    @functools.cache  # noqa: B019, there is one dump in a simulation
     def words_of(self, name: str) -> list[int] | None:
         """Returns the words in memory of an integer constant, or of a copy of one; None for
         anything else.
@@ -92,7 +92,7 @@ class Dump:
         for name in sorted(self.programs):
             shortened = len(name) > 40 and instruction.startswith(name)
             known = name in self.instructions and instruction in self.instructions
-            if shortened or (known and self._fingerprint(name) == self._fingerprint(instruction)):
+            if shortened or (known and self._fingerprints[name] == self._fingerprints[instruction]):
                 return self.programs[name]
         raise DumpError(
             f"{self.folder} has no bundles for {instruction}: it holds "
@@ -100,10 +100,12 @@ class Dump:
             "every final_bundles pass dumped"
         )
 
-    @functools.cache  # noqa: B019, there is one dump in a simulation
-    def _fingerprint(self, name: str) -> tuple:
-        """Returns what two instructions must have in common if libtpu dumped only one of them."""
-        i = self.instructions[name]
+    @functools.cached_property
+    def _fingerprints(self) -> dict[str, tuple]:
+        """What instructions must have in common if libtpu dumped only one of them, by name."""
+        return {name: self._fingerprint(i) for name, i in self.instructions.items()}
+
+    def _fingerprint(self, i: Instruction) -> tuple:
         shapes = tuple(
             str(self.instructions[operand].shape)
             for operand in i.operands
@@ -119,7 +121,7 @@ class Dump:
             str(i.shape),
             shapes,
             kernel,
-            tuple((self._fingerprint(j.name), j.literal) for j in inside),
+            tuple((self._fingerprint(j), j.literal) for j in inside),
         )
 
 
@@ -158,7 +160,10 @@ def read_scheduled(folder: pathlib.Path) -> HloModule:
             f"{folder} lacks *-TLP-hlo.txt, the scheduled HLO: compile with "
             "--xla_jf_dump_hlo_text=true"
         )
-    return parse(texts[0].read_text())
+    try:
+        return parse(texts[0].read_text())
+    except HloError as error:
+        raise DumpError(f"{texts[0]} cannot be read: {error}; compile again") from error
 
 
 def write_note(folder: pathlib.Path, note: Note) -> None:

@@ -31,7 +31,7 @@ class Frame(NamedTuple):
 
     code: BlockCode
     position: int
-    pending: Branch | None
+    branch: Branch | None
 
 
 @dataclasses.dataclass(eq=False)
@@ -66,7 +66,7 @@ class Machine:
     core_values: deque[int] = dataclasses.field(default_factory=deque)
 
     _units: tuple = matrix_unit.IDLE
-    _pending: Branch | None = None
+    _branch: Branch | None = None
     _blocks_run: int = 0
     _start: int = 0  # the first bundle of the block that runs, for messages
 
@@ -104,10 +104,10 @@ class Machine:
             branch, external = block.run(registers, predicates, self)
             self.position = block.end + 1
             if branch is not None:
-                self._pending = self.branch(self._pending, branch.target, branch.slot)
-            if self._pending is not None and self._pending.slot <= block.end:
-                self.position = self._pending.target
-                self._pending = None
+                self._branch = self.branch(self._branch, branch.target, branch.slot)
+            if self._branch is not None and self._branch.slot <= block.end:
+                self.position = self._branch.target
+                self._branch = None
         cycles = self.recorder.cycles
         cycles["issue"] += issue
         cycles["stall"] += stall
@@ -121,16 +121,16 @@ class Machine:
 
     def call(self, code: BlockCode, operands: tuple) -> None:
         """Enters another program, with its operands in the first registers."""
-        self.stack.append(Frame(self.code, self.position, self._pending))
+        self.stack.append(Frame(self.code, self.position, self._branch))
         self.code = code
         self.position = 0
-        self._pending = None
+        self._branch = None
         for register, value in enumerate(operands):
             if value is not None:
                 self.registers[register] = value
 
     def leave(self) -> None:
-        self.code, self.position, self._pending = self.stack.pop()
+        self.code, self.position, self._branch = self.stack.pop()
 
     def location(self, index: int | None = None) -> str:
         """Returns the file and line of a bundle, by default of the first one of the block that

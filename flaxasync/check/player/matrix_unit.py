@@ -131,30 +131,33 @@ def cost(
     port_free = {unit: cycle for unit, _, cycle, _ in state}
     results = {unit: deque(ready) for unit, _, _, ready in state}
     busy: dict[int, int] = {}
-    now = last = stall = 0
+    now = stall = 0
+    before = 0  # the index of the bundle before
     for index, bundle in work:
-        now += index - last
-        last = index
-        issue = now  # the bundle is issued when all that its operations need is ready
-        for kind, unit, _, _ in bundle:
-            if kind == MULTIPLY:
-                issue = max(issue, unit_free.get(unit, 0))
-            elif kind == PUSH:
-                issue = max(issue, port_free.get(unit, 0))
-            elif results.get(unit):  # a pop takes the oldest result
-                issue = max(issue, results[unit].popleft())
-        stall += issue - now
-        now = issue
-        for kind, unit, cycles, count in bundle:
-            if kind == MULTIPLY:
+        now += index - before
+        before = index
+        needed = [now]  # when the bundle is reached, and when all that its operations need is ready
+        for operation in bundle:
+            if operation.kind == MULTIPLY:
+                needed.append(unit_free.get(operation.unit, 0))
+            elif operation.kind == PUSH:
+                needed.append(port_free.get(operation.unit, 0))
+            elif results.get(operation.unit):  # a pop takes the oldest result
+                needed.append(results[operation.unit].popleft())
+        stall += max(needed) - now
+        now = max(needed)
+        for operation in bundle:
+            unit = operation.unit
+            cycles = operation.cycles
+            if operation.kind == MULTIPLY:
                 unit_free[unit] = now + cycles
                 busy[unit] = busy.get(unit, 0) + cycles
                 ready = results.setdefault(unit, deque())
-                for n in range(count):  # evenly, while the multiply streams
-                    ready.append(now + latency + n * (cycles // count))
-            elif kind == PUSH:
+                for n in range(operation.results):  # evenly, while the multiply streams
+                    ready.append(now + latency + n * (cycles // operation.results))
+            elif operation.kind == PUSH:
                 port_free[unit] = now + cycles
-    now += bundles - last
+    now += bundles - before
     after = []
     for unit in sorted(unit_free.keys() | port_free.keys() | results.keys()):
         left = (max(0, unit_free.get(unit, 0) - now), max(0, port_free.get(unit, 0) - now))

@@ -28,11 +28,12 @@ import re
 from collections.abc import Mapping, Sequence
 
 from flaxasync.check.hlo.module import Instruction
-from flaxasync.check.hlo.shapes import Shape, element_bits, read_shape
+from flaxasync.check.hlo.shapes import HBM, SMEM, VMEM, Shape, element_bits, read_shape
 from flaxasync.check.player.bundle_text import Declaration, Program
 from flaxasync.check.player.errors import DumpError, UnsimulatedError
 
 GRANULE = 32  # bytes
+SPACES = {HBM: "hbm", VMEM: "vmem", SMEM: "smem"}  # by their numbers in HLO
 # The first byte of each space, and the byte after its last. Operands have 13 bits for a semaphore
 # and 32 for a granule.
 _FIRST = {"smem": 0x1000, "sflag": 0x400, "vmem": 0x200000, "hbm": 8 << 30}
@@ -195,15 +196,12 @@ def words(shape: Shape, elements: Sequence[int]) -> list[int] | None:
     """
     layout = shape.layout
     bits = element_bits(shape.element_type)
-    if layout:
-        found = _TILES.fullmatch(layout.tiling)
-    else:
-        found = None
-    if layout is None or found is None or shape.element_type[0] not in "su" or not elements:
+    tiling = _TILES.fullmatch(layout.tiling) if layout else None
+    if layout is None or tiling is None or shape.element_type[0] not in "su" or not elements:
         return None
-    tile = [int(side) for side in found[1].split(",")]
-    together = int(found[2] or 1)
-    if bits * together != 32:
+    tile = [int(side) for side in tiling[1].split(",")]
+    rows_of_word = int(tiling[2] or 1)
+    if bits * rows_of_word != 32:
         return None
     import numpy as np  # only such a table needs it
 
@@ -220,9 +218,10 @@ def words(shape: Shape, elements: Sequence[int]) -> list[int] | None:
         n for size, side in zip(padded.shape, sides, strict=True) for n in (size // side, side)
     ]
     axes = range(len(split))
-    # which tile it is comes first, then where in it
+    # [which tile, in each dimension; where in it, in each dimension]
     tiles = padded.reshape(split).transpose(*axes[::2], *axes[1::2])
-    rows = tiles.reshape(-1, together, _LANES if together > 1 else 1)
+    lanes = _LANES if rows_of_word > 1 else 1
+    rows = tiles.reshape(-1, rows_of_word, lanes)
     shifts = np.arange(0, 32, bits)[:, np.newaxis]
     return ((rows & (1 << bits) - 1) << shifts).sum(axis=1).reshape(-1).tolist()
 

@@ -22,7 +22,7 @@ from flaxasync.check.player.chips import (
 from flaxasync.check.player.dump import Dump, Note, read_dump, write_note
 from flaxasync.check.player.errors import MeshMismatchError, PlayerError, UnsimulatedError
 from flaxasync.check.player.matrix_unit import operations
-from flaxasync.check.player.prepared import prepare
+from flaxasync.check.player.prepared import PreparedProgram, prepare
 from flaxasync.check.player.result import Result
 from flaxasync.check.player.simulation import Simulation
 from flaxasync.check.player.state import State
@@ -168,31 +168,42 @@ def _simulate(
     """Simulates the devices of a small slice; of a larger one device 0 and all to which it sends,
     directly or through others, if these need nothing of other devices and use no links of them.
 
-    Which devices these are is found by simulating those that are known, until they reach no other.
     The other devices are not compared with them.
     """
     prepared = prepare(dump, grid, places, chip, accept)
-    part = {0}
-    while len(places) > LARGEST_WHOLE and len(part) <= len(places) // 2:
-        state = State(prepared, part)
-        try:
-            with progress(state.progress):
-                Simulation(state).run()
-        except PlayerError:
-            # Devices wait for others that do not run yet; where these are not known, all must run.
-            if state.reached <= part:
-                break
-        if not state.reached and prepared.sends:
-            break  # others send, and device 0 does not
-        if state.reached <= part:
-            if state.passed <= {places[device][0] for device in part}:
-                return state
-            break
-        part |= state.reached
-    state = State(prepared)
+    state = None
+    if len(places) > LARGEST_WHOLE:
+        state = _closed_part(prepared)
+    return state or _run(State(prepared))
+
+
+def _run(state: State) -> State:
     with progress(state.progress):
         Simulation(state).run()
     return state
+
+
+def _closed_part(prepared: PreparedProgram) -> State | None:
+    """Simulates a part of all devices that grows until its devices reach no other. Returns None if
+    it is more than half of all, or needs others or their links.
+    """
+    part = {0}
+    while len(part) <= len(prepared.places) // 2:
+        state = State(prepared, part)
+        failed = False
+        try:
+            _run(state)
+        except PlayerError:  # perhaps because it waits for devices that do not run yet
+            failed = True
+        if not state.reached <= part:
+            part |= state.reached
+            continue
+        only_others_send = not state.reached and prepared.sends
+        chips = {prepared.places[device][0] for device in part}
+        if failed or only_others_send or not state.passed <= chips:
+            return None
+        return state
+    return None
 
 
 def _result(state: State, notes: list[str]) -> Result:

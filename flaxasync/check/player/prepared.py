@@ -58,7 +58,7 @@ class PreparedProgram:
     constants: dict[int, int] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
-    def chips(self) -> list[int]:
+    def numbers(self) -> list[int]:
         """The number of each partition's chip (and core), as programs address it."""
         return _numbers(self.grid, self.places)
 

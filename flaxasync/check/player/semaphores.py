@@ -36,7 +36,7 @@ class Wait:
     semaphore: int
     comparison: str
     needed: int
-    operation: ExternalOperation
+    external: ExternalOperation
 
     def is_over(self, value: int) -> bool:
         return _COMPARISONS[self.comparison][0](value, self.needed)
@@ -81,7 +81,7 @@ class Semaphores:
         if wait is None or wait.semaphore != semaphore or not wait.is_over(value):
             return
         self._waits[machine.device] = None
-        name = wait.operation.operation.comment or wait.operation.operation.name
+        operation = wait.external.operation
         if kind == SIGNAL:
             cause = "sync"
         elif "remote" not in kind:
@@ -90,19 +90,19 @@ class Semaphores:
             cause = "send"
         else:
             cause = "receive"
-        machine.recorder.wait(machine.now, now, name, cause, kind)
+        machine.recorder.wait(machine.now, now, operation.comment or operation.name, cause, kind)
         machine.wait_until(now)
         self._learn(machine, semaphore)
         self._state.at(machine.now, functools.partial(self._resume, machine))
 
-    def wait(self, machine: Machine, operation: ExternalOperation, values: tuple) -> bool:
+    def wait(self, machine: Machine, external: ExternalOperation, values: tuple) -> bool:
         """Waits for a semaphore. Returns True if it has the value already, and False if the device
         must wait.
         """
         comparison = "ge"
-        if operation.operation.unit != "dma":
-            comparison = operation.operation.name.split(".")[1]
-        wait = Wait(values[0], comparison, signed(values[1]), operation)
+        if external.operation.unit != "dma":
+            comparison = external.operation.name.split(".")[1]
+        wait = Wait(values[0], comparison, signed(values[1]), external)
         if wait.is_over(machine.semaphores[wait.semaphore]):
             self._learn(machine, wait.semaphore)
             machine.recorder.wait(
@@ -170,12 +170,12 @@ class Semaphores:
         wait = self._waits[machine.device]
         if wait is None:  # in a collective that is timed by the ring model
             return f"{waits} the other devices of its group; {machine.location()}{made_at}"
-        comment = wait.operation.operation.comment
+        comment = wait.external.operation.comment
         value = machine.semaphores[wait.semaphore]
         needed = f"to be {_COMPARISONS[wait.comparison][1]} {wait.needed}"
         if comment:
             needed = f"{needed} ({comment})"
-        where = machine.location(wait.operation.index)
+        where = machine.location(wait.external.index)
         return f"{waits} {self._named(wait.semaphore)} {needed}, which is {value}; {where}{made_at}"
 
     def _named(self, number: int) -> str:

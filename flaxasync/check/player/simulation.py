@@ -80,8 +80,8 @@ class Simulation:
         """Executes the external operations of one bundle, until one of them has to wait."""
         pending = self._pending[machine.device]
         while pending:
-            operation, values = pending[0]
-            if not self._execute(machine, operation, values):
+            external, values = pending[0]
+            if not self._execute(machine, external, values):
                 return
             pending.pop(0)
         self._advance(machine)
@@ -144,9 +144,9 @@ class Simulation:
 
     def _signal(self, machine: Machine, values: tuple) -> None:
         state = self._state
-        chip = (values[0] >> _CHIP_SHIFT) & CHIP_MASK
+        chip_id = (values[0] >> _CHIP_SHIFT) & CHIP_MASK
         core = values[0] >> _CORE_BIT & 1
-        target = state.addressed(chip, core, machine)
+        target = state.addressed(chip_id, core, machine)
         semaphore = values[0] & SEMAPHORE_MASK
         amount = signed(values[1])
         message = state.clocks.known_to(machine.device)
@@ -218,6 +218,7 @@ class Simulation:
         del self._collectives[name, group]
         end = machine.now + joined.cycles(group, self._state.chip)
         self._state.clocks.synchronize(group)
+        # this device, which arrived last, is the last one to go on
         for member in (self._state.machines[device] for device in group):
             member.recorder.wait(member.now, end, name, "collective", RING_MODEL)
             member.recorder.bytes[RING_MODEL] += joined.sent_bytes(group)

@@ -111,11 +111,11 @@ class State:
         # a heap: their times, their order, what happens
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
-        self._by_number = dict(zip(prepared.chips, self.machines, strict=True))
+        self._by_number = dict(zip(prepared.numbers, self.machines, strict=True))
 
     def _machine(self, device: int) -> Machine:
         prepared = self.prepared
-        chip_id, core = divmod(prepared.chips[device], self.grid.cores)
+        chip_id, core = divmod(prepared.numbers[device], self.grid.cores)
         names = {"chip ID": chip_id, "core index": core, "partition id": device}
         machine = Machine(
             device=device,
@@ -155,13 +155,13 @@ class State:
         """
         heapq.heappush(self.events, (time, next(self._order), answer))
 
-    def addressed(self, chip: int, core: int, sender: Machine) -> Machine:
+    def addressed(self, chip_id: int, core: int, sender: Machine) -> Machine:
         if sender.routing is not None:
-            chip = sender.routing.chip(chip)
-        number = chip * self.grid.cores + core % self.grid.cores
+            chip_id = sender.routing.chip(chip_id)
+        number = chip_id * self.grid.cores + core % self.grid.cores
         if number not in self._by_number:
             raise PlayerError(
-                f"{sender.kernel} on device {sender.device} addresses chip {chip}, which "
+                f"{sender.kernel} on device {sender.device} addresses chip {chip_id}, which "
                 f"{self.grid.name} lacks: name the topology that the program was compiled for"
             )
         target = self._by_number[number]

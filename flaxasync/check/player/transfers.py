@@ -17,18 +17,18 @@ checked, and neither are the addresses of strided transfers.
 """
 
 import dataclasses
+import functools
 import re
 from collections import Counter
 from collections.abc import Sequence
 
 from flaxasync.check.hlo.module import Instruction
-from flaxasync.check.hlo.shapes import VMEM
 from flaxasync.check.player.basic_blocks import ExternalOperation
 from flaxasync.check.player.bundle_text import Operation
 from flaxasync.check.player.collectives import refusal, table_of
 from flaxasync.check.player.errors import OutOfBoundsError, RaceError, UnknownOperationError
 from flaxasync.check.player.machine import Machine
-from flaxasync.check.player.memory import FIRST_HBM_GRANULE, GRANULE, Addresses, Buffer
+from flaxasync.check.player.memory import FIRST_HBM_GRANULE, GRANULE, SPACES, Addresses, Buffer
 from flaxasync.check.player.network import Flow, Network
 from flaxasync.check.player.semaphores import SEMAPHORE_MASK, Semaphores
 from flaxasync.check.player.state import State
@@ -60,7 +60,7 @@ class Transfer:
     strided: bool  # whether it skips addresses
     raised: int  # by how much each semaphore is raised
     sent: int = -1  # the semaphore that is raised at the source, if any is
-    chip: int = -1  # the number of the destination's chip, unless it is the same one
+    chip_id: int = -1  # the number of the destination's chip, unless it is the same one
     core: int = 0  # the core on that chip
 
 
@@ -71,46 +71,38 @@ def read_transfer(
     if "host" in operation.name:
         return None
     general = operation.name == "dma.general"
-    text = operation.name
-    needed = values[:4]
-    if general:
-        text = operation.comment
-        needed = values[:7]
-    match = _SPACES.search(text)
-    if not match and not general:
+    match = _SPACES.search(operation.comment if general else operation.name)
+    if not match and not general:  # the addresses of a dma.general show the spaces, too
         raise UnknownOperationError(
             f"{phase}: transfer {operation.name!r} is unknown to the player; at {location}"
         )
-    if None in needed:
+    if None in values[: 7 if general else 4]:
         raise UnknownOperationError(
             f"{phase}: the operands of {operation.name} cannot be read: {operation.operands}; at "
             f"{location}"
         )
-    if match:
-        source, target = match.groups()
-    else:
-        source = _space(values[0])
-        target = _space(values[2])
+    read, granules, write, received = values[:4]
+    source, target = match.groups() if match else (_space(read), _space(write))
     transfer = Transfer(
         source=source,
         target=target,
-        source_address=values[0],
-        target_address=values[2],
-        granules=values[1],
-        received=values[3] & SEMAPHORE_MASK,
+        source_address=read,
+        target_address=write,
+        granules=granules,
+        received=received & SEMAPHORE_MASK,
         name=operation.name,
         location=location,
         phase=phase,
         strided=len(values) > 4,
-        raised=values[1],
+        raised=granules,
     )
     if general:
         sent, strides, override = values[4:7]
-        transfer.core = values[3] >> _CORE_BIT & 1
+        transfer.core = received >> _CORE_BIT & 1
         # the address of their descriptor, which is null for a plain transfer
         transfer.strided = strides > 0
         if override & _REMOTE:
-            transfer.chip = override & CHIP_MASK
+            transfer.chip_id = override & CHIP_MASK
             transfer.sent = sent & SEMAPHORE_MASK
         if sent & _COUNTED_ONCE:
             transfer.raised = 1
@@ -209,16 +201,17 @@ class TransferEngine:
         self._semaphores = semaphores
         self._claims = MemoryClaims(state.addresses)
         self._constants: dict[Buffer, list[int]] = {}
+        self._words_of = functools.cache(state.dump.words_of)
 
-    def start(self, machine: Machine, operation: ExternalOperation, values: tuple) -> None:
+    def start(self, machine: Machine, external: ExternalOperation, values: tuple) -> None:
         transfer = read_transfer(
-            operation.operation, values, machine.location(operation.index), machine.phase
+            external.operation, values, machine.location(external.index), machine.phase
         )
         if transfer is None:
             return
         target = machine
-        if transfer.chip >= 0:
-            target = self._state.addressed(transfer.chip, transfer.core, machine)
+        if transfer.chip_id >= 0:
+            target = self._state.addressed(transfer.chip_id, transfer.core, machine)
         if transfer.target == "smem":
             self._fill_scalar_memory(machine, transfer)
         receiver = self._state.receiver(target)
@@ -229,14 +222,11 @@ class TransferEngine:
 
     def find_constants(self, kernel: Instruction, addresses: Sequence[int | None]) -> None:
         """Notes which buffers hold the constants among the operands of a kernel that is called."""
-        dump = self._state.dump
+        instructions = self._state.dump.instructions
         for name, address in zip(kernel.operands, addresses, strict=False):
-            words = dump.words_of(name)
+            words = self._words_of(name)
             if words is not None and address is not None:
-                if dump.instructions[name].shape.memory_space == VMEM:
-                    space = "vmem"
-                else:
-                    space = "hbm"
+                space = SPACES.get(instructions[name].shape.memory_space, "hbm")
                 buffer = self._state.addresses.at(space, address)
                 if buffer is not None:
                     self._constants[buffer] = words
@@ -248,10 +238,12 @@ class TransferEngine:
         recorder = machine.recorder
         add = self._semaphores.add
         size = transfer.granules * GRANULE
-        name = recorder.phase
+        # of the moment in which it starts: when it ends, the device may be elsewhere and know more
+        phase = recorder.phase
         message = state.clocks.known_to(machine.device)
         receiver = state.receiver(target)
         route = state.grid.route(machine.coords, target.coords)
+        senders = 1
         if target is machine:
             kind = f"{transfer.source} to {transfer.target}"
             lane = "memory"
@@ -260,13 +252,11 @@ class TransferEngine:
             kind = f"{transfer.source} to remote {transfer.target}"
             lane = f"link to {target.device}"
             latency = state.chip.cycles(state.chip.route_latency(len(route)))
-        senders = 1
-        if target is not machine:
             senders = self._senders(machine, transfer)
         recorder.bytes[kind] += senders * size
 
         def done(now: float, flow: Flow) -> None:
-            recorder.transfer(lane, flow.started, now, name)
+            recorder.transfer(lane, flow.started, now, phase)
             self._claims.release(claims)
             if transfer.sent >= 0:
                 add(machine, transfer.sent, transfer.raised, now, kind, None)
@@ -319,7 +309,7 @@ class TransferEngine:
             contents = self._constants.get(buffer) or state.prepared.memory.tables.get(buffer)
             if contents is None and "constant" in buffer.label:
                 collective = state.dump.collective(name)
-                contents = table_of(collective, machine.code.program, state.prepared.chips)
+                contents = table_of(collective, machine.code.program, state.prepared.numbers)
                 if contents is None and state.dump.is_half_of_collective(name):
                     raise UnknownOperationError(refusal(collective, name, transfer.location))
         if contents is None:

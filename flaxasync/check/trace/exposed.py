@@ -17,18 +17,23 @@ import argparse
 import bisect
 import dataclasses
 import json
+import math
 import operator
 import re
 import sys
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 
 from flaxasync.check.estimate.estimator import timeline
 from flaxasync.check.estimate.phases import layer_of
 from flaxasync.check.estimate.timeline import Timeline
-from flaxasync.check.hlo.async_operations import async_operations, synchronous_collective
+from flaxasync.check.hlo.async_operations import (
+    COLLECTIVES,
+    async_operations,
+    synchronous_collective,
+)
 from flaxasync.check.hlo.load import read_module
-from flaxasync.check.hlo.module import HloModule, Instruction
+from flaxasync.check.hlo.module import CONTROL_FLOW, HloModule, Instruction
 from flaxasync.check.trace.profile import (
     BARRIER,
     DeviceProfile,
@@ -43,15 +48,7 @@ from flaxasync.hardware import CHIPS, GPUS
 
 # How the names of instructions between devices begin, where no program says what they are.
 COMMUNICATION = (
-    "all-gather",
-    "all-reduce",
-    "reduce-scatter",
-    "collective-permute",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-broadcast",
-    "send",
-    "recv",
+    *COLLECTIVES,
     "ppermute",
     "all_gather",
     "psum",
@@ -66,9 +63,6 @@ COMMUNICATION = (
 )
 # the end of the name of a start, an update or a done
 _HALF = re.compile(r"-(?:start|update|done)(?:\.\d+)*$")
-# Instructions whose events last as long as those of the instructions in them, which are events of
-# their own.
-CONTAINERS = ("while", "conditional", "call")
 SHOWN = 12  # instructions and layers in the table
 _START = operator.attrgetter("start")
 
@@ -101,10 +95,10 @@ class ProfiledProgram:
 
     def computes(self, event: Event) -> bool:
         """Says whether the device works during the event: it does not where it starts a transfer or
-        waits for one.
+        waits for one. What control flow runs has events of its own.
         """
         what = self._what(event)
-        if what.startswith(CONTAINERS) or "Async" in event.line or self.communicates(event):
+        if what.startswith(CONTROL_FLOW) or "Async" in event.line or self.communicates(event):
             return False
         return self._name(event) not in self._halves and not _HALF.search(what)
 
@@ -169,19 +163,19 @@ def measure_exposed(
     that took longest. The module, if it is known, says which instructions communicate, and what
     layers they are from. ValueError lists the programs of the profile if it has no run of this one.
     """
-    spent = Counter[str]()
+    spent = defaultdict[str, float](float)
     for device in devices:
         for event in device.runs or device.events:
-            spent[event.program] += event.end - event.start  # type: ignore[assignment]
-    matches = [name for name, _ in spent.most_common() if name.startswith(program or "")]
+            spent[event.program] += event.end - event.start
+    longest_first = sorted(spent, key=spent.__getitem__, reverse=True)
+    matches = [name for name in longest_first if name.startswith(program or "")]
     if not matches:
         raise ValueError(
             f"the profile has no program {program!r}: it has {', '.join(sorted(spent))}"
         )
+    wanted = matches[0]
     if program in matches:
         wanted = program
-    else:
-        wanted = matches[0]
     known = ProfiledProgram(module)
     return [_times(device, wanted, known) for device in devices]
 
@@ -196,8 +190,7 @@ def _times(device: DeviceProfile, program: str, known: ProfiledProgram) -> Devic
     count = max(len(runs), 1)
     communicating = [event for event in events if known.communicates(event)]
     compute = union(event.interval for event in events if known.computes(event))
-    exposed = subtract((e.interval for e in communicating), compute)
-    ops = _shares(communicating, exposed, count, known)
+    ops = _shares(communicating, compute, count, known)
     by_layer: dict[str, list[Exposed]] = {}
     for op in ops:
         by_layer.setdefault(op.layer, []).append(op)
@@ -210,7 +203,7 @@ def _times(device: DeviceProfile, program: str, known: ProfiledProgram) -> Devic
         seconds=seconds(runs) / count,
         compute=seconds(compute) / count,
         communication=communication / count,
-        exposed=seconds(exposed) / count,
+        exposed=sum(op.seconds for op in ops),
         ops=_longest_first(ops),
         layers=_longest_first(layers),
     )
@@ -288,36 +281,22 @@ def _nearest(cores: Sequence[Interval], event: Event) -> int:
     return before
 
 
-def subtract(intervals: Iterable[Interval], removed: Iterable[Interval]) -> list[Interval]:
-    """Returns the parts of the intervals that no removed interval covers, disjoint and in order."""
-    rest = []
-    holes = union(removed)
-    for start, end in union(intervals):
-        for low, high in holes:
-            if high <= start or low >= end:
-                continue
-            if low > start:
-                rest.append((start, low))
-            start = max(start, high)
-        if start < end:
-            rest.append((start, end))
-    return rest
-
-
 def _shares(
-    communicating: Sequence[Event], exposed: list[Interval], runs: int, known: ProfiledProgram
+    communicating: Sequence[Event], compute: list[Interval], runs: int, known: ProfiledProgram
 ) -> list[Exposed]:
-    """Divides the exposed time among the instructions."""
+    """Divides the exposed time among the instructions: what several share belongs to the one that
+    began first.
+    """
     by_name: dict[str, list[Event]] = {}
-    shares: Counter[str] = Counter()
-    left = exposed
+    shares = defaultdict[str, float](float)
+    taken = -math.inf  # the end of the events so far, to which all exposed time before it belongs
     for event in sorted(communicating, key=_START):
         by_name.setdefault(event.name, []).append(event)
-        mine = clip(left, event.interval)
-        if mine:
-            shares[event.name] += seconds(mine)  # type: ignore[assignment]
-            left = subtract(left, mine)
-        left = [rest for rest in left if rest[1] > event.start]
+        begin = max(event.start, taken)
+        if event.end > begin:
+            hidden = seconds(clip(compute, (begin, event.end)))
+            shares[event.name] += event.end - begin - hidden
+            taken = event.end
     found = []
     for name, events in by_name.items():
         busy = seconds(e.interval for e in events)

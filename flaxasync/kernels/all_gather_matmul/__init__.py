@@ -9,8 +9,9 @@ y  [B, R*m, n]   all rows, this device's columns
 Every block goes once around the ring, forwarded from where it arrived, with two directions half of
 it each way. `engine.gather` has the gather. There are two orders of work. In `stream` tiles of x
 come from HBM. In `resident` the gathered x stays in vector memory, where it has room, and the
-products follow a static `schedule`. With an epilogue the order is always `stream`, and so it is for
-8-bit values, whose sums are multiplied with the scales of rows and columns.
+products follow the static schedule of `resident_schedule`. With an epilogue the order is always
+`stream`, and so it is for 8-bit values, whose sums are multiplied with the scales of rows and
+columns.
 
 Where several cores of a device run the kernel (`engine.cores`), each has equally many rows of every
 block, and a gather of its own.
@@ -21,18 +22,15 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from flaxasync.kernels.all_gather_matmul import resident, stream
 from flaxasync.kernels.all_gather_matmul.stream import CALLER
 from flaxasync.kernels.all_gather_matmul.work import GatherOperands, GatherResults, GatherWork
-from flaxasync.kernels.engine.cores import CoreRows
+from flaxasync.kernels.engine.cores import CoreRows, call_on_cores
 from flaxasync.kernels.engine.gather import BlockLayout, Gather, GatherSemaphores
 from flaxasync.kernels.engine.matmul import Epilogue, laid_out_scales
-from flaxasync.kernels.engine.operands import LANES, DType, Ref, Tiles, in_hbm, output, sublanes
+from flaxasync.kernels.engine.operands import LANES, DType, Ref, Tiles, output, sublanes
 from flaxasync.kernels.engine.ring import Ring
-from flaxasync.kernels.engine.vector_memory import vmem_limit
 
 
 def all_gather_matmul(
@@ -134,26 +132,19 @@ def all_gather_matmul(
         moved += rows * k  # written
     scratch: Ref = [plan.scratch(), GatherSemaphores.allocate(layout, size)]
     all_operands = GatherOperands(x, ws, of_epilogue, laid_out)
-    (made,) = pl.pallas_call(
+    made = call_on_cores(
         body,
-        grid=share.cores.grid,
-        out_shape=(results,),
-        in_specs=in_hbm((all_operands,)),
-        out_specs=in_hbm((results,)),
-        scratch_shapes=scratch,
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=share.cores.semantics,
-            collective_id=collective_id,
-            vmem_limit_bytes=vmem_limit(plan.vmem_bytes),
-        ),
-        cost_estimate=pl.CostEstimate(
-            flops=2 * rows * k * sum(widths),
-            transcendentals=0,
-            bytes_accessed=itemsize * moved + result.itemsize * rows * sum(y_widths),
-            remote_bytes_transferred=(size - 1) * x.size * itemsize,
-        ),
+        all_operands,
+        results,
+        scratch,
+        cores=share.cores,
+        collective_id=collective_id,
+        vmem_bytes=plan.vmem_bytes,
+        flops=2 * rows * k * sum(widths),
+        moved=itemsize * moved + result.itemsize * rows * sum(y_widths),
+        sent=(size - 1) * x.size * itemsize,
         name=CALLER,
-    )(all_operands)
+    )
     ys = tuple(y.reshape(batch, size * m, -1) for y in made.ys)
     if made.maxima is not None:
         ys += (jnp.max(made.maxima, axis=-1).reshape(batch, size * m),)

@@ -26,7 +26,15 @@ from flaxasync.kernels.all_gather_matmul.resident_schedule import (
 from flaxasync.kernels.all_gather_matmul.work import GatherOperands, GatherResults, GatherWork
 from flaxasync.kernels.engine.gather import Gather
 from flaxasync.kernels.engine.matmul import dot
-from flaxasync.kernels.engine.operands import LANES, Condition, Ref, Scalar, Tiles, when
+from flaxasync.kernels.engine.operands import (
+    LANES,
+    Condition,
+    Ref,
+    Scalar,
+    Tiles,
+    sides_of_w,
+    when,
+)
 from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles, start_copy, wait
 from flaxasync.kernels.engine.tiling import Tiling
 from flaxasync.kernels.engine.vector_memory import SEMAPHORES, available
@@ -39,7 +47,7 @@ CHUNK_ROWS = 128  # rows of an arrival, at least, where half-blocks travel in se
 W_SLOTS = 3  # tiles of w in vector memory, at most
 TASKS = 256  # products of an arrival and a tile of w, at most: the table of tasks has no more
 
-# GatherResults wait in HBM's queue behind tiles of w, so many of them may be leaving at once.
+# Results wait in HBM's queue behind tiles of w, so many of them may be leaving at once.
 OUT_SLOTS = 24  # results of an arrival, at most
 OUT_ROWS = 3072  # rows of all these results, at most, unless they are fewer than two products
 
@@ -78,20 +86,15 @@ class ResidentPlan:
         x = self.sizes.own * self.work.layout.arrival_rows * self.work.k
         return x + self.schedule.fetches * self.work.k * self.columns.size
 
-    def w_shape[T](self, n: T, k: T) -> tuple[T, T]:
-        """Returns what belongs to the columns of w and to its rows in the order of w's sides."""
-        if self.work.transposed:
-            return (n, k)
-        return (k, n)
-
     def scratch(self) -> ResidentScratch:
         sizes = self.sizes
         layout = self.work.layout
         dtype = self.work.dtype
         n = self.columns.size
+        w_tile = sides_of_w(self.work.transposed, self.work.k, n)
         return ResidentScratch(
             x=pltpu.VMEM((sizes.arrivals, *layout.shape, self.work.k), dtype),
-            w=IncomingTiles.allocate(sizes.w_slots, self.w_shape(n, self.work.k), dtype),
+            w=IncomingTiles.allocate(sizes.w_slots, w_tile, dtype),
             outgoing=OutgoingTiles.allocate(sizes.out_slots, (*layout.shape, n), dtype),
             out_columns=pltpu.SMEM((sizes.out_slots,), jnp.int32),
             tasks=pltpu.SMEM((len(self.schedule.tasks) * _FIELDS,), jnp.int32),
@@ -131,14 +134,14 @@ def _plan_of(work: GatherWork, columns: Tiling, most_rows: int) -> ResidentPlan 
     n = columns.size
     rows = layout.arrival_rows
     arrivals = work.arrivals
-    multiply = 2 * rows * n * k / chip.flops
-    limit = min(CYCLES / (multiply * chip.clock), most_rows // rows)
-    received = layout.directions * (arrivals - layout.chunks)
-    if limit < 1 or arrivals * columns.count > TASKS or received > SEMAPHORES:
+    multiply = 2 * rows * n * k / chip.flops  # seconds of an arrival and a tile of w
+    arrivals_at_once = min(CYCLES / (multiply * chip.clock), most_rows // rows)
+    if arrivals_at_once < 1 or arrivals * columns.count > TASKS or work.semaphores > SEMAPHORES:
         return None
-    most = max(count for count in (1, 2, 4, 8) if count <= limit)
+    most = max(count for count in (1, 2, 4, 8) if count <= arrivals_at_once)
     out_slots = max(2 * most, min(OUT_SLOTS, OUT_ROWS // rows))
     w_slots = min(W_SLOTS, max(2, columns.count - 1))
+    # all x, the results that leave, and the float32 values of a product
     fixed = itemsize * (arrivals * k + out_slots * n) * rows + 4 * most * rows * n
     of_w = itemsize * k * n
     w_slots = min(w_slots, (available() - fixed) // of_w)
@@ -288,7 +291,7 @@ class Resident:
     def fetch(self, column: Scalar, slot: Scalar) -> None:
         def start(number: int, columns: pl.Slice) -> None:
             w = self.operands.ws[number]
-            tile = w.at[self.plan.w_shape(columns, slice(None))]
+            tile = w.at[sides_of_w(self.plan.work.transposed, slice(None), columns)]
             self.scratch.w.start(slot, tile)
 
         with jax.named_scope("fetch"):
@@ -296,7 +299,8 @@ class Resident:
 
     def wait_for_tile(self, column: Scalar, slot: Scalar) -> None:
         def wait_for(n: int) -> None:
-            self.scratch.w.wait(slot, *self.plan.w_shape(n, self.plan.work.k))
+            work = self.plan.work
+            self.scratch.w.wait(slot, *sides_of_w(work.transposed, work.k, n))
 
         with jax.named_scope("wait"):
             self.plan.columns.on_size(column, wait_for)

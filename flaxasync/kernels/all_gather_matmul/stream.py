@@ -43,7 +43,12 @@ from flaxasync.kernels.engine.operands import (
 )
 from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles
 from flaxasync.kernels.engine.tiling import IterationGrid, RowTiling, Tiling, remainder, split
-from flaxasync.kernels.engine.vector_memory import available, check_vmem, matmul_bytes
+from flaxasync.kernels.engine.vector_memory import (
+    SEMAPHORES,
+    available,
+    check_vmem,
+    matmul_bytes,
+)
 
 CALLER = "all_gather_matmul"
 TILES = Tiles(1024, 1024, 2048)
@@ -172,8 +177,8 @@ def plan(work: GatherWork) -> StreamSchedule:
     vector memory.
 
     The products of the last arrival have no transfer beside them. So where a hop takes longer than
-    its products, each half-block travels in chunks, if w stays in vector memory: otherwise HBM
-    would bring it again for each of them.
+    its products, each half-block travels in chunks, if w stays in vector memory, since otherwise
+    HBM would bring it again for each of them, and if there are semaphores for so many arrivals.
     """
     layout = work.layout
     chip = work.cores.rates()
@@ -183,7 +188,7 @@ def plan(work: GatherWork) -> StreamSchedule:
         counts = [count for count in CHUNKS if rows >= count * CHUNK_ROWS]
         for chunked in filter(None, map(layout.in_chunks, counts)):
             found = _plan_of(dataclasses.replace(work, layout=chunked))
-            if found.tiles.w_stays:
+            if found.tiles.w_stays and found.work.semaphores <= SEMAPHORES:
                 return found
     return _plan_of(work)
 
@@ -205,12 +210,12 @@ def _plan_of(work: GatherWork) -> StreamSchedule:
     room = max(1, ACCUMULATORS // (4 * rows.size * joined * columns.size))
     accumulators = largest_divisor(layout.directions * rows.count, room, 1)
     operand_slots = max(2, accumulators)
-    slots = 2 * results + operand_slots * work.operands
+    result_sized = 2 * results + operand_slots * work.operands  # buffers as large as a result's
 
     def need(t: Tiles) -> int:
         wide = Tiles(t.m, t.k, joined * t.n)
         total = matmul_bytes(wide, work.dtype, 0, accumulators)
-        total += slots * t.m * t.n * jnp.dtype(work.result).itemsize
+        total += result_sized * t.m * t.n * jnp.dtype(work.result).itemsize
         if work.scaled:
             total += Scales.nbytes(operand_slots, wide.m, wide.n)
         if work.measured is not None:
@@ -218,6 +223,7 @@ def _plan_of(work: GatherWork) -> StreamSchedule:
         return total
 
     sizes = Tiles(rows.size, tiles.contraction.size, columns.size)
+    # what a column takes is multiplied by all w, operands and results of an epilogue
     if work.epilogue is not None and columns.size > LANES and need(sizes) > available():
         narrower = Tiles(asked.m, asked.k, columns.size // 2)
         return _plan_of(dataclasses.replace(work, tiles=narrower))

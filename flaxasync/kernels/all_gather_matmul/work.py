@@ -32,6 +32,11 @@ class GatherWork:
     def arrivals(self) -> int:
         return self.size * self.layout.chunks
 
+    @property
+    def semaphores(self) -> int:
+        """Semaphores of what arrives; see `GatherSemaphores.allocate`."""
+        return self.layout.directions * self.arrivals
+
 
 class GatherOperands(NamedTuple):
     """The operands, in HBM."""

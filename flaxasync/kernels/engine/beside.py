@@ -1,8 +1,8 @@
 """Weight gradients of one device, which another kernel computes while its links are busy.
 
 ```
-x_p   [rows, k_p]     y_p  [rows, n_p]      for several p
-dw_p  [k_p, n_p]      x_p.T @ y_p, sums over all rows
+x_p   [rows, m_p]     y_p  [rows, n_p]      for several p
+dw_p  [m_p, n_p]      x_p.T @ y_p, sums over all rows
 
 kernel   step 0        step 1        step 2         ...      its own work, which sends
 beside          0 1           2             3 4     ...      steps of the sums
@@ -38,7 +38,7 @@ from flaxasync.kernels.engine.operands import (
     when,
 )
 from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles
-from flaxasync.kernels.engine.tiling import SUB_BLOCK, IterationGrid, Tiling, remainder
+from flaxasync.kernels.engine.tiling import SUB_BLOCK, IterationGrid, Tiling, remainder, split
 from flaxasync.kernels.engine.vector_memory import matmul_bytes
 
 TILES = Tiles(2048, 2048, 2048)  # columns of x, rows, and columns of y, at most
@@ -49,9 +49,9 @@ OUTGOING = 2  # slots for tiles of the sums that leave
 class WeightGradient:
     """x.T @ y. All of one kernel have the same dtypes, and all or none of them scales."""
 
-    x: jax.Array  # [rows, k]
+    x: jax.Array  # [rows, m]
     y: jax.Array  # [rows, n]
-    # [k] and [n] in float32, if x and y are 8-bit values
+    # [m] and [n] in float32, if x and y are 8-bit values
     scales: tuple[jax.Array, jax.Array] | None = None
 
 
@@ -83,11 +83,11 @@ class GradientSum:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BesideScratch:
-    x: IncomingTiles  # [2, rows, k]
+    x: IncomingTiles  # [2, rows, m]
     y: IncomingTiles  # [2, rows, n]
-    outgoing: OutgoingTiles  # [OUTGOING, k, n] rounded sums
-    accumulator: Ref  # [k, n] VMEM, of 32 bits
-    # if x and y are 8-bit values: [1, k, LANES] of columns of x, and of columns of y
+    outgoing: OutgoingTiles  # [OUTGOING, m, n] rounded sums
+    accumulator: Ref  # [m, n] VMEM, of 32 bits
+    # if x and y are 8-bit values: [1, m, LANES] of columns of x, and of columns of y
     scales: Scales | None
 
 
@@ -195,12 +195,12 @@ def _sums(
     results = 0
     for each in gradients:
         rows, columns_of_x = each.x.shape
-        k = pl.cdiv(columns_of_x, cores.count)
+        m = pl.cdiv(columns_of_x, cores.count)
         n = each.y.shape[1]
         tiles = Tiles(
-            m=_side(k, most.m, 2 * LANES), k=_side(rows, most.k, LANES), n=_side(n, most.n, LANES)
+            m=_side(m, most.m, 2 * LANES), k=_side(rows, most.k, LANES), n=_side(n, most.n, LANES)
         )
-        grid = IterationGrid((pl.cdiv(k, tiles.m), pl.cdiv(n, tiles.n), pl.cdiv(rows, tiles.k)))
+        grid = IterationGrid((pl.cdiv(m, tiles.m), pl.cdiv(n, tiles.n), pl.cdiv(rows, tiles.k)))
         sums.append(GradientSum(tiles, grid, steps, results))
         steps += grid.steps
         results += sums[-1].results
@@ -246,7 +246,7 @@ class Beside:
 
     plan: BesidePlan
     given: Sequence[Ref]  # `operands` in HBM
-    dws: Sequence[Ref]  # [k, n] HBM
+    dws: Sequence[Ref]  # [m, n] HBM
     scratch: BesideScratch
 
     def begin(self) -> None:
@@ -256,10 +256,16 @@ class Beside:
     def between(self, step: Scalar, steps: int) -> None:
         """Does what follows a step of the kernel, of `steps`."""
         each, more = divmod(self.plan.steps, steps)
+        # steps of the kernel that share what is left over: one, unless the product below is too
+        # large for an int32
+        together = steps * more // 2**31 + 1
 
         def share(number: Scalar) -> Scalar:
             """Returns how many steps of the sums are done by so many steps of the kernel."""
-            return number * each + lax.div(jnp.int32(number * more), jnp.int32(steps))
+            turns = number
+            if together > 1:
+                turns = split(number, together)[0]
+            return number * each + lax.div(jnp.int32(turns * more), jnp.int32(steps // together))
 
         following = step + 1
         first = share(step)
@@ -288,15 +294,15 @@ class Beside:
             i, j, t = one.grid.coordinates(number - one.first)
             x, y, *scales = self._operands(sum_)
             rows = aligned(t * one.tiles.k, one.tiles.k, LANES)
-            k = aligned(i * one.tiles.m, one.tiles.m, LANES)
-            n = aligned(j * one.tiles.n, one.tiles.n, LANES)
-            self.scratch.x.start(slot, x.at[rows, k])
-            self.scratch.y.start(slot, y.at[rows, n])
+            of_x = aligned(i * one.tiles.m, one.tiles.m, LANES)
+            of_y = aligned(j * one.tiles.n, one.tiles.n, LANES)
+            self.scratch.x.start(slot, x.at[rows, of_x])
+            self.scratch.y.start(slot, y.at[rows, of_y])
             into = self.scratch.scales
             if into is not None:
                 of_rows, of_columns = scales
                 of_tile = into.rows.slot(self._result(one, i, j))
-                when(t == 0, into.start, of_tile, of_rows.at[:, k], [of_columns.at[:, n]])
+                when(t == 0, into.start, of_tile, of_rows.at[:, of_x], [of_columns.at[:, of_y]])
 
         self._on_sum(number, start)
 
@@ -351,9 +357,9 @@ class Beside:
 
         @pl.when(last)
         def _() -> None:
-            k = aligned(i * tiles.m, tiles.m, LANES)
-            n = aligned(j * tiles.n, tiles.n, LANES)
-            scratch.outgoing.store(out_slot, self.dws[sum_].at[k, n])
+            of_x = aligned(i * tiles.m, tiles.m, LANES)
+            of_y = aligned(j * tiles.n, tiles.n, LANES)
+            scratch.outgoing.store(out_slot, self.dws[sum_].at[of_x, of_y])
 
     def _operands(self, sum_: int) -> Sequence[Ref]:
         each = len(self.given) // len(self.plan.sums)

@@ -20,14 +20,17 @@ What both cores read, such as w, HBM brings twice. So operands with few rows are
 """
 
 import dataclasses
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import PyTree
 
 from flaxasync import mesh
 from flaxasync.hardware import Chip
-from flaxasync.kernels.engine.operands import Ref, Scalar, aligned
-from flaxasync.kernels.engine.vector_memory import chip_in_use
+from flaxasync.kernels.engine.operands import Ref, Scalar, aligned, in_hbm
+from flaxasync.kernels.engine.vector_memory import chip_in_use, vmem_limit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,6 +128,49 @@ class CoreRows:
         if self.by_batch:
             return self.cores.part(ref, batch_axis)
         return self.cores.part(ref, row_axis)
+
+
+def call_on_cores(
+    body: Callable[..., None],
+    operands: PyTree,
+    results: PyTree,
+    scratch: Sequence[Ref],
+    *,
+    cores: Cores,
+    collective_id: int | None,
+    vmem_bytes: int,
+    flops: int,
+    moved: int,
+    sent: int,
+    name: str,
+) -> Any:
+    """Calls `body(operands, results, *scratch)` as a kernel on these cores, with all operands and
+    results in HBM; returns the results.
+
+    The numbers are its bytes of vector memory, and, on one device, its operations, the bytes that it
+    moves to and from HBM, and those that it sends.
+    """
+    (made,) = pl.pallas_call(
+        body,
+        grid=cores.grid,
+        out_shape=(results,),
+        in_specs=in_hbm((operands,)),
+        out_specs=in_hbm((results,)),
+        scratch_shapes=scratch,
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=cores.semantics,
+            collective_id=collective_id,
+            vmem_limit_bytes=vmem_limit(vmem_bytes),
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=flops,
+            transcendentals=0,
+            bytes_accessed=moved,
+            remote_bytes_transferred=sent,
+        ),
+        name=name,
+    )(operands)
+    return made
 
 
 def cores_for(caller: str, length: int, asked: int | None, tile: int = 1) -> int:

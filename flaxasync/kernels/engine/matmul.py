@@ -19,7 +19,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from flaxasync.kernels.engine.operands import LANES, SUBLANES, Condition, DType, Index, Ref, Scalar
+from flaxasync.kernels.engine.operands import (
+    LANES,
+    SUBLANES,
+    Condition,
+    DType,
+    Index,
+    Ref,
+    Scalar,
+    sides_of_w,
+)
 from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles
 from flaxasync.kernels.engine.tiling import RowTiling, Tiling, remainder
 from flaxasync.kernels.engine.vector_memory import available
@@ -211,7 +220,7 @@ class MatmulTiles:
                 else:
                     first = number
                 for part, source in enumerate(ws[first : first + self.joined]):
-                    tile = source.at[self._in_w(depth, columns)]
+                    tile = source.at[sides_of_w(self.transposed, depth, columns)]
                     w.start(slot, tile, offset=part * columns.size, axis=axis)
 
             self.columns.on_slice(j, start)
@@ -259,7 +268,7 @@ class MatmulTiles:
 
             def product(depth: int, index: tuple[Index, ...], rows: int) -> jax.Array:
                 x = x_tile[*index[:2], :depth].reshape(rows, depth)
-                w = w_tile[self._in_w(slice(0, depth), slice(0, n))]
+                w = w_tile[sides_of_w(self.transposed, slice(0, depth), slice(0, n))]
                 y = dot(x, w, transposed=self.transposed)
                 return y.reshape(-1, min(rows, self.rows.rows.size), n)
 
@@ -312,13 +321,7 @@ class MatmulTiles:
         self.on_result(i, j, wait_for)
 
     def _w_shape(self, k: int, n: int) -> tuple[int, int]:
-        return self._in_w(k, self.joined * n)
-
-    def _in_w[T](self, k: T, n: T) -> tuple[T, T]:
-        """Returns what belongs to the contraction and to the columns in the order of w's sides."""
-        if self.transposed:
-            return (n, k)
-        return (k, n)
+        return sides_of_w(self.transposed, k, self.joined * n)
 
 
 def laid_out_scales(rows: jax.Array, columns: Sequence[jax.Array]) -> list[jax.Array]:

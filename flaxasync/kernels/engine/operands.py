@@ -95,15 +95,29 @@ def largest_divisor(size: int, most: int, unit: int) -> int:
     return next(side for side in range(largest, 0, -unit) if size % side == 0)
 
 
+def sides_of_w[T](transposed: bool, k: T, n: T) -> tuple[T, T]:
+    """Returns what belongs to the contraction and to the columns in the order of w's sides."""
+    if transposed:
+        return (n, k)
+    return (k, n)
+
+
+def check_dtype(caller: str, dtype: DType, *, name: str = "", remedy: str) -> None:
+    """Raises NotImplementedError for a dtype that kernels lack, of the operand `name` if one is
+    meant.
+    """
+    found = jnp.dtype(dtype).name
+    if found not in DTYPES:
+        raise UnsupportedError(
+            f"{caller} has kernels for {' and '.join(DTYPES)}: got {name}{found}; {remedy}"
+        )
+
+
 def check_operand(caller: str, name: str, shape: tuple[int, ...], dtype: DType) -> None:
     """Raises if an array is not in whole hardware tiles (ValueError) or of another dtype
     (NotImplementedError).
     """
-    if jnp.dtype(dtype).name not in DTYPES:
-        raise UnsupportedError(
-            f"{caller} has kernels for {' and '.join(DTYPES)}: got {name} of "
-            f"{jnp.dtype(dtype).name}; cast it, or use backend='none'"
-        )
+    check_dtype(caller, dtype, name=f"{name} of ", remedy="cast it, or use backend='none'")
     rows = sublanes(dtype)
     lanes = LANES
     if len(shape) != 2 or shape[0] % rows or shape[1] % lanes or 0 in shape:

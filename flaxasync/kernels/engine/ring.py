@@ -7,7 +7,7 @@ much.
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -127,7 +127,7 @@ def enter(
     collective_id: int | None,
     *,
     core: Scalar | None = None,
-    conditional: Iterable[tuple[Device, Condition, jax.Array]] = (),
+    conditional: Sequence[tuple[Device, Condition, jax.Array]] = (),
 ) -> None:
     """Waits until every device that this one sends to has entered this kernel, too.
 
@@ -135,28 +135,30 @@ def enter(
     there may hold something else. The barrier counts signals and does not know from whom they came.
     So no device may leave the kernel before all devices that it signals have passed their barriers,
     or its next signal could be taken for somebody's first. Each kernel here signals only the
-    devices that send data to it, and waits for that data.
+    devices that send data to it, and waits for that data. The start of a permute is signalled by
+    one device alone, and the head of `flaxasync.transport.direct` says why its starts are safe.
 
     Args:
       tag: what tells this barrier from those of other kernels. JAX picks an id for it that no other
         kernel of the program has, unless `collective_id` is given.
-      senders: the devices that send to this device. As many, in the same places, receive from it.
+      senders: the devices that send to this device. As many, in the same places, receive from it. An
+        iterator computes each of them when it is signalled.
       collective_id: the id of the barrier.
       core: the core that enters, and is signalled, of several that run the kernel.
       conditional: further (device, whether it sends here, whether a device in that place receives
         from this one).
     """
-    senders = list(senders)
-    conditional = list(conditional)
     barrier = pltpu.get_barrier_semaphore(None if collective_id is not None else f"flaxasync.{tag}")
-    awaited = jnp.int32(len(senders))
+    count = 0
     with jax.named_scope("enter"):
         for sender in senders:
             pl.semaphore_signal(barrier, device_id=sender, core_index=core)
+            count += 1
+        awaited = jnp.int32(count)
         for device, sends, receives in conditional:
             when(sends, pl.semaphore_signal, barrier, device_id=device)
             awaited += receives.astype(jnp.int32)
         if conditional:
             when(awaited > 0, pl.semaphore_wait, barrier, awaited)
         else:
-            pl.semaphore_wait(barrier, len(senders))
+            pl.semaphore_wait(barrier, count)

@@ -90,16 +90,16 @@ class Tiling:
     sub_block: int | None = None  # elements of a sub-block; None where a tile is multiplied at once
 
     @classmethod
-    def of(cls, lengths: Sequence[int], most: int, unit: int = LANES) -> "Tiling":
+    def of(cls, lengths: Sequence[int], most: int) -> "Tiling":
         """Returns tiles of at most `most` elements, of which a partial one is multiplied with its
         own size.
 
         Multiples of two hardware tiles are preferred: the matrix units of some chips are as wide.
         """
-        longest = max(unit, min(most, max(lengths)) // unit * unit)
-        even = cls(tuple(lengths), largest_divisor(math.gcd(*lengths), most, unit), unit)
-        sizes = [cls(even.lengths, size, unit) for size in range(unit, longest + 1, unit)]
-        pairs = [tiling for tiling in sizes if tiling.size % (2 * unit) == 0]
+        longest = max(LANES, min(most, max(lengths)) // LANES * LANES)
+        even = cls(tuple(lengths), largest_divisor(math.gcd(*lengths), most, LANES))
+        sizes = [cls(even.lengths, size) for size in range(LANES, longest + 1, LANES)]
+        pairs = [tiling for tiling in sizes if tiling.size % (2 * LANES) == 0]
         return _cheapest([even], pairs, sizes)
 
     @classmethod
@@ -172,12 +172,13 @@ class Tiling:
             ) -> None:
                 use(number, pl.ds(first, rest))
 
+            # what is known while the kernel is traced: all tiles are whole, or the only one is not
+            always_whole = alone and not rest
+            always_partial = alone and not whole
             if whole:
-                when(
-                    (alone and not rest) or ((tile >= before) & (tile < before + whole)), use_whole
-                )
+                when(always_whole or ((tile >= before) & (tile < before + whole)), use_whole)
             if rest:
-                when((alone and not whole) or tile == before + whole, use_partial)
+                when(always_partial or tile == before + whole, use_partial)
             before += count
 
     def on_size(
@@ -203,7 +204,7 @@ class Tiling:
             when(jnp.logical_and(condition, self._has_size(tile, size)), use, size)
 
     def sub_blocks(self, tile: Scalar) -> Scalar:
-        """Returns how many sub-blocks a tile has."""
+        """Returns how many sub-blocks a tile of the only dimension has."""
         counts = [pl.cdiv(size, self._sub_block) for size in self.sizes]
         if len(set(counts)) == 1:
             return counts[0]

@@ -1,4 +1,4 @@
-"""The budget of vector memory for the tiles of a kernel."""
+"""The budget of vector memory for the tiles of a kernel, and that of semaphores."""
 
 from collections.abc import Callable
 
@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flaxasync import hardware, mesh
 from flaxasync.hardware import MIB
 from flaxasync.kernels.engine.operands import DType, Tiles
+from flaxasync.mesh import UnsupportedError
 
 # bytes left to the compiler, for semaphores, spilled registers and its own scratch memory
 RESERVED = 8 * MIB
@@ -72,6 +73,17 @@ def check_vmem(caller: str, tiles: Tiles, need: Callable[[Tiles], int]) -> int:
             f"n={fit.n}"
         )
     return need(tiles)
+
+
+def check_semaphores(caller: str, size: int, arrivals: int) -> None:
+    """Raises NotImplementedError if more arrives on a ring of `size` devices than a TPU has
+    semaphores for.
+    """
+    if arrivals > SEMAPHORES:
+        raise UnsupportedError(
+            f"{caller} has a semaphore for each of {arrivals} arrivals on {size} devices, and a TPU "
+            f"has {SEMAPHORES} for them; use a smaller axis, or backend='none'"
+        )
 
 
 def vmem_limit(need: int) -> int:

@@ -18,8 +18,7 @@ results as in an all-gather, tile by tile:
 ```
 phase s      device c multiplies the rows of device c - s - 1, adds the partial sums of them that its neighbour sent in
              phase s - 1, and sends the sums to the next device, c + 1
-phase Y - 1  these are the own rows: the device adds, stores the result, and sends it to the next
-device
+phase Y - 1  these are the own rows: the device adds, stores the result, and sends it to the next device
 next round   a tile of the result that has come over h hops is sent on in phase h - 1, until every device has it
 
                   round 0                                     round 1

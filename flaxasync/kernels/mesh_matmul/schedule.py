@@ -186,24 +186,28 @@ def plan(
             slots += 1  # for partial sums that are received
         return matmul_bytes(t, dtype, slots, rows)
 
-    # Narrow chunks of columns have more arrivals. If there are too few semaphores for them, chunks
-    # are wide.
-    narrow = dataclasses.replace(TILES, n=min(TILES.n, max(NARROWEST, n // CHUNKS)))
-    for default in (narrow, TILES):
-        used = fitting(tiles, default, fit, functools.partial(need, 1))
+    def divided(default: Tiles) -> tuple[Tiles, MeshSchedule, int]:
+        """Returns the tiles that fit, up to those by default, the steps through them, and how many
+        blocks of w and tiles of rows arrive.
+        """
+        fit_tiles = fitting(tiles, default, fit, functools.partial(need, 1))
         # the highest panel that fits, in tiles of rows
-        heights = range(max(1, PANEL // used.m), 0, -1)
-        even = [height for height in heights if block % (used.m * height) == 0]
-        rows = next((height for height in even if need(height, used) <= available()), 1)
-        columns = Tiling((n,), used.n)
-        schedule = MeshSchedule(columns.count, block // (rows * used.m), rows, k // used.k, phases)
+        heights = range(max(1, PANEL // fit_tiles.m), 0, -1)
+        even = [height for height in heights if block % (fit_tiles.m * height) == 0]
+        rows = next((height for height in even if need(height, fit_tiles) <= available()), 1)
+        chunks = Tiling((n,), fit_tiles.n).count
+        panels = block // (rows * fit_tiles.m)
+        steps = MeshSchedule(chunks, panels, rows, k // fit_tiles.k, phases)
         blocks_of_w = 0
         if size > 1:
-            blocks_of_w = schedule.chunks * schedule.depth
-        arrivals = blocks_of_w + 2 * (phases - 1) * schedule.rounds * rows
-        if arrivals <= SEMAPHORES:
-            break
-    else:
+            blocks_of_w = steps.chunks * steps.depth
+        return fit_tiles, steps, blocks_of_w + 2 * (phases - 1) * steps.rounds * rows
+
+    narrow = dataclasses.replace(TILES, n=min(TILES.n, max(NARROWEST, n // CHUNKS)))
+    used, schedule, arrivals = divided(narrow)
+    if arrivals > SEMAPHORES:  # wide chunks of columns have fewer of them
+        used, schedule, arrivals = divided(TILES)
+    if arrivals > SEMAPHORES:
         raise UnsupportedError(
             f"{caller} has a semaphore for each block of w and each tile of rows that arrives, and "
             f"a TPU has {SEMAPHORES} for them: x {list(x.shape)} and w {list(w.shape)} in tiles of "
@@ -215,7 +219,8 @@ def plan(
     row_tiling = RowTiling(
         Tiling((row_directions,), row_directions, 1), Tiling((side,), side, unit)
     )
-    vmem_bytes = check_vmem(caller, used, functools.partial(need, rows))
+    vmem_bytes = check_vmem(caller, used, functools.partial(need, schedule.rows))
+    columns = Tiling((n,), used.n)
     matmul_tiles = MatmulTiles(row_tiling, columns, Tiling((k,), used.k), transposed=False)
     return MeshPlan(
         caller,
@@ -223,6 +228,6 @@ def plan(
         Ring(axis_names[1], phases, row_directions),
         schedule,
         matmul_tiles,
-        outgoing(rows),
+        outgoing(schedule.rows),
         vmem_bytes,
     )

@@ -164,9 +164,9 @@ class Weights:
     scratch: WeightScratch
 
     @property
-    def turns(self) -> int:
-        """Turns to send on a block of the next chunk; 0 if blocks are sent on when they are
-        used.
+    def places(self) -> int:
+        """Places for a block of the next chunk that is sent on; 0 if blocks are sent on when they
+        are used. Place p is that of block p % `most_alike` among those of p // `most_alike` + 1 hops.
         """
         size = self.blocks.ring.size
         if size > 2 and self.schedule.phases > 1 and self.schedule.chunks > 1:
@@ -206,7 +206,7 @@ class Weights:
             def _() -> None:
                 first_use = (there.phase == 0) & (there.panel == 0)
                 # in the later chunks, a block that goes on was waited for when it was sent on
-                if self.turns:
+                if self.places:
                     first_use &= (there.chunk == 0) | jnp.logical_not(blocks.goes_on(t))
                 when(first_use, self._receive, there.chunk, t)
                 fetch(self.received, blocks.needed_rows(t))
@@ -225,7 +225,7 @@ class Weights:
         def _() -> None:
             self._send_own(here.chunk + AHEAD)
 
-        if self.turns:
+        if self.places:
             self._send_on(here)
 
     def finish(self) -> None:
@@ -248,12 +248,12 @@ class Weights:
                 when(self.blocks.hops(t) == 0, self.columns.on_slice, chunk, send)
 
     def _send_on(self, here: MeshStep) -> None:
-        """Sends on those blocks of the next chunk whose turn it is."""
+        """Sends on those blocks of the next chunk whose places are due."""
         blocks = self.blocks
         first = self.scratch.first
         steps = (self.schedule.phases - 1) * self.schedule.phase_steps
-        gap = max(1, steps // self.turns)
-        together = pl.cdiv(self.turns, steps)
+        gap = max(1, steps // self.places)  # steps from one sending to the next
+        together = pl.cdiv(self.places, steps)  # places in one step: one, if there are steps enough
         interval, rest = split((here.phase - 1) * self.schedule.phase_steps + here.position, gap)
 
         later = (here.phase > 0) & (here.panel == 0)
@@ -261,11 +261,11 @@ class Weights:
 
         @pl.when(due)
         def _() -> None:
-            for turn in (interval * together + one for one in range(together)):
-                before, rank = split(turn, blocks.most_alike)
+            for place in (interval * together + one for one in range(together)):
+                before, rank = split(place, blocks.most_alike)
                 hops = jnp.minimum(before + 1, blocks.ring.size - 2)
                 t = self.scratch.order[jnp.minimum(first[hops] + rank, blocks.needed - 1)]
-                exists = (turn < self.turns) & (first[hops] + rank < first[hops + 1])
+                exists = (place < self.places) & (first[hops] + rank < first[hops + 1])
                 when(exists, self._receive, here.chunk + 1, t)
 
     def _receive(self, chunk: Scalar, t: Scalar) -> None:

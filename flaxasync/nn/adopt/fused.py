@@ -61,13 +61,11 @@ def regroup(
         value = on_host(regrouped.pop(fused))
         if value.shape[-1] != sum(parts.values()):
             raise ValueError(
-                f"load: {fused} is {list(value.shape)} in the source, and its parts have the "
-                f"features {parts} here"
+                f"{fused} is {list(value.shape)}, and its parts have the features {parts} here"
             )
-        first = 0
         for name, features in parts.items():
-            regrouped[name] = value[..., first : first + features]
-            first += features
+            regrouped[name] = value[..., :features]
+            value = value[..., features:]
     for fused, parts in _fused_arrays(params):
         if fused in known and parts.keys() <= source.keys():
             values = [on_host(regrouped.pop(name)) for name in parts]

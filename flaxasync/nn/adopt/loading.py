@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 import operator
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -81,8 +81,11 @@ def load(
     names = tuple(sorted(targets.keys() & source.keys()))
     missing = tuple(sorted(targets.keys() - source.keys()))
     unexpected = tuple(sorted(source.keys() - known))
-    shapes = {name: (source[name].shape, targets[name].shape) for name in names}
-    reshaped = {name: (old, new) for name, (old, new) in shapes.items() if old != new}
+    reshaped = {
+        name: (source[name].shape, targets[name].shape)
+        for name in names
+        if source[name].shape != targets[name].shape
+    }
     loaded = Loaded(names, missing, unexpected, reshaped)
     errors = [
         f"{name} is {list(old)} in the source and {list(new)} here"
@@ -117,51 +120,39 @@ def _put(value: jax.Array | np.ndarray, target: jax.ShapeDtypeStruct, spec: P) -
     return put(array, spec)
 
 
-def _flatten(params: Any, prefix: str = "") -> dict[str, Any]:
+def _flatten(source: Any, prefix: str = "") -> dict[str, Any]:
     """Returns the arrays by their names, but for the states of random streams."""
-    if isinstance(params, nnx.Module):  # arrays of a module that are no variables stay as they are
-        params = variables_of(params)
-    elif isinstance(params, nnx.State):
-        params = {name_of(path): value for path, value in nnx.to_flat_state(params)}
-    elif isinstance(params, list | tuple):
-        params = dict(enumerate(params))
-    elif not isinstance(params, Mapping):  # another pytree
-        leaves = jax.tree.leaves_with_path(params, is_leaf=_is_variable)
-        params = {jax.tree_util.keystr(p, simple=True, separator="."): leaf for p, leaf in leaves}
     flat: dict[str, Any] = {}
-    for key, value in params.items():
-        name = f"{prefix}{name_of(key) if isinstance(key, tuple) else key}"
-        if value is None or isinstance(value, nnx.RngState):
+    for last_name, found in _named(source):
+        name = f"{prefix}{last_name}"
+        value = found
+        if isinstance(found, nnx.Variable):
+            value = found.get_value()
+        if found is None or isinstance(found, nnx.RngState):
             continue
-        if isinstance(value, nnx.Variable):
-            array = value.get_value()
-        else:
-            array = value
-        if isinstance(array, list | tuple) and _is_of_numbers(array):
-            raise ValueError(f"load: {name} is a {type(array).__name__}; give an array")
-        is_container = isinstance(array, nnx.Module | nnx.State | Mapping | list | tuple)
-        if is_container or not jax.tree_util.all_leaves([array]):
-            flat |= _flatten(array, f"{name}.")
-        elif hasattr(array, "shape") and hasattr(array, "dtype"):
-            flat[name] = array
+        if isinstance(value, nnx.Module | Mapping) or not jax.tree_util.all_leaves([value]):
+            flat |= _flatten(value, f"{name}.")
+        elif hasattr(value, "shape") and hasattr(value, "dtype"):
+            flat[name] = value
         else:
             raise ValueError(
-                f"load: {name} is {array!r}, of type {type(array).__name__}; give an array"
+                f"load: {name} is {value!r}, of type {type(value).__name__}; give an array"
             )
     return flat
 
 
-def _is_variable(node: object) -> bool:
-    return isinstance(node, nnx.Variable)
+def _named(source: Any) -> Iterable[tuple[Any, Any]]:
+    """Returns what is in a part of a source, with the names."""
+    if isinstance(source, nnx.Module):  # arrays of a module that are no variables stay as they are
+        return variables_of(source).items()
+    if isinstance(source, Mapping):
+        return [(name_of(k) if isinstance(k, tuple) else k, value) for k, value in source.items()]
+    leaves = jax.tree.leaves_with_path(source, is_leaf=_is_part)  # of a list, or another pytree
+    return [(jax.tree_util.keystr(k, simple=True, separator="."), leaf) for k, leaf in leaves]
 
 
-def _is_of_numbers(value: object) -> bool:
-    """Says whether a list, or the first list in it, holds numbers, as an array that was written out
-    does.
-    """
-    if isinstance(value, list | tuple):
-        return bool(value) and _is_of_numbers(value[0])
-    return isinstance(value, int | float | complex)
+def _is_part(node: object) -> bool:
+    return isinstance(node, nnx.Variable | nnx.Module | Mapping)
 
 
 def _variable_name(name: str, known: Set[str]) -> str:

@@ -11,12 +11,13 @@ from flax.nnx.nn.dtypes import promote_dtype
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from flaxasync.nn.adopt.fused import Fused
+from flaxasync.nn.adopt.fused import Fused, regroup
 from flaxasync.nn.adopt.loading import load
 from flaxasync.nn.adopt.lora import ParallelLoRA
 from flaxasync.nn.adopt.names import variables_of
 from flaxasync.nn.attention.layer import ParallelAttention
 from flaxasync.nn.embed import VocabParallelEmbed
+from flaxasync.nn.fully_sharded import ANNOTATIONS
 from flaxasync.nn.linear import ColumnParallelLinear, ColumnParallelProjections, RowParallelLinear
 
 type Rule = Literal[
@@ -86,7 +87,7 @@ def parallel_form(old: Any, rule: Rule | Fused, options: Options) -> nnx.Module:
         isinstance(variable.get_value(), jax.ShapeDtypeStruct) for variable in before.values()
     )
     if isinstance(rule, Fused):
-        before = _parts_of(before, rule)
+        before = _parts_of(before, layer)
     dims = 2  # of a kernel
     if isinstance(layer, ParallelAttention):
         dims = 3  # heads are a dimension of the plain one
@@ -98,19 +99,11 @@ def parallel_form(old: Any, rule: Rule | Fused, options: Options) -> nnx.Module:
     return layer
 
 
-def _parts_of(fused: Mapping[str, nnx.Variable], rule: Fused) -> dict[str, nnx.Variable]:
-    """Returns abstract variables of the parts of fused ones, with their metadata."""
-    parts = {}
-    for name, variable in fused.items():
-        *others, features = variable.shape
-        if features != sum(rule.parts.values()):
-            raise ValueError(
-                f"its {name} has {features} features, which are not those of the parts"
-            )
-        for part, share in rule.parts.items():
-            abstract = jax.ShapeDtypeStruct((*others, share), variable.dtype)
-            parts[f"{part}.{name}"] = variable.replace(abstract)
-    return parts
+def _parts_of(fused: Mapping[str, nnx.Variable], layer: nnx.Module) -> dict[str, nnx.Variable]:
+    """Returns abstract variables of the projections of a layer, with the metadata of fused ones."""
+    whole = {name: jax.ShapeDtypeStruct(v.shape, v.dtype) for name, v in fused.items()}
+    parts = jax.eval_shape(lambda source: regroup(layer, None, source, frozenset()), whole)
+    return {name: fused[name.rpartition(".")[2]].replace(part) for name, part in parts.items()}
 
 
 def _make(form: Form, old: Any, options: Options) -> nnx.Module:
@@ -170,10 +163,6 @@ def _check_attention(old: nnx.MultiHeadAttention) -> None:
         )
 
 
-# Metadata of a parameter that say how it is sharded.
-_PLACES = ("out_sharding", "sharding_rules", "mesh")
-
-
 def _take_over(layer: nnx.Module, before: Mapping[str, nnx.Variable], dims: int) -> None:
     """Gives the abstract parameters of a layer the leading dimensions, dtypes and metadata of those
     of a plain one, whose kernels have `dims` dimensions after those that `nnx.vmap` makes.
@@ -201,7 +190,7 @@ def _take_over(layer: nnx.Module, before: Mapping[str, nnx.Variable], dims: int)
             jax.ShapeDtypeStruct((*stack, *value.shape), before[name].dtype, sharding=sharding)
         )
         kept = before[name].get_metadata()
-        metadata = {key: kept[key] for key in kept if key not in _PLACES}
+        metadata = {key: kept[key] for key in kept if key not in (*ANNOTATIONS, "mesh")}
         if out_sharding := variable.get_metadata().get("out_sharding"):
             metadata["out_sharding"] = (*whole, *out_sharding)
         variable.set_metadata(**metadata)

@@ -5,6 +5,7 @@ The second form, which only self-attention has, is `flaxasync.ops.attention.exch
 """
 
 import dataclasses
+import functools
 from typing import Literal, NamedTuple
 
 import jax
@@ -25,8 +26,9 @@ from flaxasync.ops.attention.exchanged import (
     exchanged_attention,
     times_as_fast,
 )
-from flaxasync.ops.matmul.api import executor_for_weights
+from flaxasync.ops.matmul.api import Options, choose_executor
 from flaxasync.ops.matmul.products import row_major
+from flaxasync.ops.matmul.vjp import Executor
 from flaxasync.ops.quantization import Quantized
 from flaxasync.transport.direct import LANES, in_whole_tiles
 
@@ -57,23 +59,15 @@ def project_inputs(
     call: AttentionCall, x: Array, w: Weights, inputs: Inputs[Array]
 ) -> tuple[Array, ...]:
     """Returns queries, keys and values. Projections of one input share one gather of it."""
-    key = inputs.inputs_k
-    value = inputs.inputs_v
-    if key is None:
-        return shards.column(
-            x, (w.query, w.key, w.value), call.settings, rows_sharded=call.rows_sharded
-        )
-    query = shards.column(x, (w.query,), call.settings, rows_sharded=call.rows_sharded)
-    if value is None:
-        return *query, *shards.column(
-            key, (w.key, w.value), call.settings, rows_sharded=call.kv_rows_sharded
-        )
-    keys = shards.column(key, (w.key,), call.settings, rows_sharded=call.kv_rows_sharded)
-    return (
-        *query,
-        *keys,
-        *shards.column(value, (w.value,), call.settings, rows_sharded=call.kv_rows_sharded),
-    )
+    column = functools.partial(shards.column, settings=call.settings)
+    if inputs.inputs_k is None:
+        return column(x, (w.query, w.key, w.value), rows_sharded=call.rows_sharded)
+    queries = column(x, (w.query,), rows_sharded=call.rows_sharded)
+    column = functools.partial(column, rows_sharded=call.kv_rows_sharded)
+    if inputs.inputs_v is None:
+        return *queries, *column(inputs.inputs_k, (w.key, w.value))
+    keys = column(inputs.inputs_k, (w.key,))
+    return *queries, *keys, *column(inputs.inputs_v, (w.value,))
 
 
 def project_output(call: AttentionCall, heads: Array, out: Linear) -> Array:
@@ -98,15 +92,17 @@ def choose(call: AttentionCall, x: Array, weights: Weights, inputs: Inputs[Array
         if array is not None and name != "segment_ids"
     ]
     lacks = {
-        ", ".join(given): bool(given),  # "" is never told
         "an input that every device has whole": not call.rows_sharded,
         "split sequences": call.attention.context_axis is not None,
         "kernels that were gathered in 8 bits": any(
             isinstance(kernel, Quantized) for kernel, _ in weights
         ),
-        "dot_general, and a wider preferred_element_type": shards.multiplies_locally(settings),
+        "dot_general, and a wider preferred_element_type": shards.needs_one_product(settings),
     }
-    if lacking := [what for what, is_so in lacks.items() if is_so]:
+    lacking = [what for what, is_so in lacks.items() if is_so]
+    if given:
+        lacking = [", ".join(given), *lacking]
+    if lacking:
         if wanted:
             raise UnsupportedError(
                 f"an attention layer with exchange_heads=True lacks {lacking[0]}: use "
@@ -133,10 +129,18 @@ def choose(call: AttentionCall, x: Array, weights: Weights, inputs: Inputs[Array
     )
     if faster < WORTH:
         return None
-    if not trust.is_trusted("all_to_all", "pallas", chip.name, size):
-        trust.announce("all_to_all", "pallas", "rows that travel", chip.name, size, faster=faster)
-        return None
-    return "direct"
+    if trust.is_trusted("all_to_all", "pallas", chip.name, size):
+        return "direct"
+    trust.announce(
+        "all_to_all",
+        "pallas",
+        "rows that travel",
+        chip.name,
+        size,
+        faster=faster,
+        naming="exchange_heads=True",
+    )
+    return None
 
 
 def apply(
@@ -179,20 +183,20 @@ def apply(
         y = call.attention.attend(q, k, v, inputs, norms, tables)
         return row_major(y.reshape(size, rows, -1)).transpose(0, 2, 1)
 
-    projections, output = (
-        executor_for_weights(
-            "an attention layer",
-            kernel,
-            batch * rows,
-            axis_name,
-            backend=settings.backend,
-            precision=settings.precision,
-            quantization=settings.quantization,
-        )
-        for kernel in (w, out)
+    options = Options(
+        settings.backend, precision=settings.precision, quantization=settings.quantization
     )
-    keep = size * w.size * w.dtype.itemsize <= settings.gathered_bytes
-    block = ExchangedAttention(projections, output, attend, direct=form == "direct", keep=keep)
+
+    # Weights travel as rows do in `all_gather_matmul`, and are multiplied with this device's rows.
+    def executor(kernel: Array) -> Executor:
+        shapes = [kernel.shape, (kernel.shape[1], batch * rows)]
+        return choose_executor("all_gather_matmul", shapes, w.dtype, axis_name, size, options)[0]
+
+    itemsize = 1 if settings.quantization else w.dtype.itemsize
+    keep = size * w.size * itemsize <= settings.gathered_bytes
+    block = ExchangedAttention(
+        executor(w), executor(out), attend, direct=form == "direct", keep=keep
+    )
     tables = call.attention.rotary_tables(x, size * rows)
     ids = [None if segment_ids is None else segment_ids[i : i + 1] for i in range(batch)]
     sequences = tuple((Inputs(segment_ids=of_sequence), tables) for of_sequence in ids)

@@ -18,7 +18,6 @@ from flaxasync.nn import shards
 from flaxasync.nn.attention.exchange import AttentionCall, Weights
 from flaxasync.nn.attention.heads import Inputs, Norms
 from flaxasync.ops.attention.halves import HalvedAttention, halved_attention
-from flaxasync.ops.matmul.api import Options, choose_executor
 from flaxasync.ops.matmul.switch import WholeExecutor, join_columns
 from flaxasync.ops.plan import Plan, plan, unknown_on_gpus
 from flaxasync.ops.roofline import Shape, attention_on_gpus, hop_seconds
@@ -54,7 +53,7 @@ def _can_take_halves(call: AttentionCall, x: Array, inputs: Inputs[Array]) -> bo
         return False
     if settings.backend not in (None, "none") or settings.quantization is not None:
         return False
-    if shards.multiplies_locally(settings):
+    if shards.needs_one_product(settings):
         return False
     others = inputs._replace(segment_ids=None)
     if any(array is not None for array in others):
@@ -139,20 +138,9 @@ def apply(
     [b, s].
     """
     settings = call.settings
-    axis_name = settings.axis_name
     x, kernels = shards.operands(x, weights[:3], settings)
-    batch, rows, features = x.shape
-    size = lax.axis_size(axis_name)
-    sizes = _sizes(batch)
-    executor, _ = choose_executor(
-        "all_gather_matmul",
-        [(sizes[1], rows, features), *(kernel.shape for kernel in kernels)],
-        x.dtype,
-        axis_name,
-        size,
-        Options("none", precision=settings.precision),
-    )
-    assert isinstance(executor, WholeExecutor)
+    size = lax.axis_size(settings.axis_name)
+    sizes = _sizes(x.shape[0])
     widths = [kernel.shape[1] for kernel in kernels]
     of_inputs = tuple(bias for _, bias in weights[:3])
 
@@ -169,6 +157,7 @@ def apply(
     segments: tuple[Array | None, ...] = (None, None)
     if segment_ids is not None:
         segments = tuple(lax.split(segment_ids, sizes))
+    executor = WholeExecutor(settings.axis_name, settings.precision)
     block = HalvedAttention(executor, attend, _keeps(call, x.shape, size))
     w = join_columns(kernels, False)
     kernel, bias = weights.out

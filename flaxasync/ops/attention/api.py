@@ -22,9 +22,10 @@ from flaxasync.ops.attention.layouts import (
     Sequence,
     check_segments,
     check_sequence_layout,
+    check_sequence_rows,
 )
 from flaxasync.ops.attention.ring import Call
-from flaxasync.ops.choose import check_mapped, decide
+from flaxasync.ops.choose import check_kernel, check_mapped, decide
 
 KERNELS = ("reference", "flash")
 CUDNN = "cudnn"  # of whole sequences alone
@@ -105,12 +106,7 @@ def ring_attention(
     size = mapped_axis_size(op, axis_name)
     _check_operands(op, q, k, v, segment_ids, window)
     check_sequence_layout(op, layout)
-    if layout == "zigzag" and q.shape[1] % 2:
-        raise ValueError(
-            f"{op} with layout='zigzag' holds two equal chunks of the sequence on every device: "
-            f"got {q.shape[1]} rows a device, needed an even number; pad the sequence to a "
-            f"multiple of {2 * size} rows"
-        )
+    check_sequence_rows(op, layout, size * q.shape[1], size)
     sequence = Sequence(layout, Mask(causal, window), q.shape[1], size)
     chunk = sequence.rows // sequence.chunks
     execution = decide(
@@ -254,23 +250,18 @@ def _choose_kernel(
         raise UnsupportedError(
             f"{op} with kernel='cudnn' attends to whole sequences; use kernel='reference'"
         )
-    if kernel not in (None, *KERNELS):
+    known = (*KERNELS, CUDNN) if op == "attention" else KERNELS
+    if kernel not in (None, *known):
         raise ValueError(
-            f"{op} got kernel={kernel!r}: it must be one of {', '.join(KERNELS)}, a BlockKernel, "
-            "or None to choose"
+            f"{op} got kernel={kernel!r}: it must be one of {', '.join(known)}, a BlockKernel, or "
+            "None to choose"
         )
     lacking = unsupported(q.dtype, q.shape[-1], q_rows, k_rows)
     if kernel == "flash":
-        mesh.check_tpu(f"{op} with kernel='flash'", "kernel='reference'")
+        check_kernel(f"{op} with kernel='flash'", "kernel='reference'")
         if lacking is not None:
             raise UnsupportedError(
                 f"{op} with kernel='flash' takes {lacking}; use kernel='reference'"
-            )
-        if not mesh.all_axes_mapped():
-            raise UnsupportedError(
-                f"{op} with kernel='flash' needs every mesh axis of more than one device to be "
-                "mapped by shard_map: XLA cannot partition a Pallas kernel; leave axis_names out "
-                "of jax.shard_map, or use kernel='reference'"
             )
         return Flash()
     if (

@@ -10,6 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from flaxasync import mesh
 from flaxasync.kernels.attention_block import Mask
+from flaxasync.ops.choose import is_default
 from flaxasync.ops.saved import ATTENTION
 
 _DTYPES = (jnp.bfloat16, jnp.float16)
@@ -30,7 +31,7 @@ def unsupported(
         return "sequences of one segment: got segment_ids"
     if mask.window is not None and not mask.causal:
         return "a window of causal attention alone: got causal=False"
-    if precision not in (None, lax.Precision.DEFAULT, "default"):
+    if not is_default(precision):
         return f"the default precision: got precision={precision}"
     return None
 

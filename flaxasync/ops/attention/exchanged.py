@@ -60,7 +60,7 @@ from flaxasync.ops.quantization import (
     quantize,
     weight_operands,
 )
-from flaxasync.ops.roofline import hbm, hop_seconds
+from flaxasync.ops.roofline import directions, hbm, hop_seconds
 from flaxasync.ops.saved import GATHERED, PRODUCT, first_only
 from flaxasync.transport import direct
 from flaxasync.transport.transfers import Transfer, Transfers, meanwhile
@@ -119,21 +119,21 @@ class ExchangedAttention:
         under way, and all results but the last.
         """
         arriving = [self.exchange(first)]
-        more = list[T]()
+        extras = list[T]()
         leaving: list[Transfers] = []
         xs = (first, *while_first_arrives(arriving))
         arriving += [self.after(arriving[-1], x) for x in xs[1:IN_FLIGHT]]
         for i in range(len(xs)):
             (x,) = arriving[i].done()
-            arriving += [self.after(arriving[-1], x) for x in xs[i + IN_FLIGHT : i + IN_FLIGHT + 1]]
-            y, beside = meanwhile(
-                leaving[-1:] + arriving[i + 1 :], functools.partial(compute, i), x
-            )
+            if i + IN_FLIGHT < len(xs):
+                arriving.append(self.after(arriving[-1], xs[i + IN_FLIGHT]))
+            under_way = leaving[-1:] + arriving[i + 1 :]
+            y, extra = meanwhile(under_way, functools.partial(compute, i), x)
             leaving.append(self.exchange(y.reshape(-1, y.shape[-1])))
-            more.append(beside)
+            extras.append(extra)
         back = tuple(_blocks_as_rows(transfers) for transfers in leaving[:-1])
         while_last_leaves(leaving[-1:], back)
-        return (*back, _blocks_as_rows(leaving[-1])), more
+        return (*back, _blocks_as_rows(leaving[-1])), extras
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -166,7 +166,11 @@ def _forward(
     quantization = block.projections.quantization
     (w_given, *given), _ = forward_operands(quantization, (w, *xs), ())
     xs_given = tuple(given)
-    some, last = (xs_given[:-1], xs_given[-1:]) if len(xs) > 1 else (xs_given, ())
+    # the last sequence of several is projected while the first one arrives, from the weights that
+    # are gathered by then
+    count = max(1, len(xs) - 1)
+    some = xs_given[:count]
+    last = xs_given[count:]
     with jax.named_scope("project_inputs"):
         zs, gathered = block.projections.gather(
             w_given, some, transposed=True, keep=block.keep or len(xs) > 1
@@ -361,13 +365,16 @@ def times_as_fast(
     attended = ring * b * r * (sizes.inputs + sizes.out)
     # bytes, with those of the gradients
     transposed = 2 * 2 * (attended + sizes.inputs * k + b * r * k) * itemsize
-    keep = ring * sizes.inputs * k * itemsize <= gathered_bytes
+    kept_itemsize = 1 if quantization else itemsize
+    keep = ring * sizes.inputs * k * kept_itemsize <= gathered_bytes
     exposed = _exposed_seconds(sizes, chip, ring, itemsize, keep)
     return travelling_rows / (travelling_weights + exposed + transposed / hbm(chip))
 
 
 def _exposed_seconds(sizes: Sizes, chip: Chip, ring: int, itemsize: int, keep: bool) -> float:
-    """Returns the seconds in which the exchanges have nothing beside them, forward and backward."""
+    """Returns the seconds in which exchanges have nothing beside them, forward and backward, and
+    those in which weights have less beside them than a gather of weights is planned to have.
+    """
 
     # over the middle of a ring go ring**2 / 4 blocks each way, on two links
     def one_sequence(features: int) -> float:
@@ -382,11 +389,20 @@ def _exposed_seconds(sizes: Sizes, chip: Chip, ring: int, itemsize: int, keep: b
     attention = 2 * 2 * batch * out * (ring * sizes.rows) ** 2 / 2 / (ATTENTION_SHARE * chip.flops)
     # for each of the features of a weight
     products = 2 * batch * ring * sizes.rows * sizes.features / chip.flops
+    projections = products * inputs
+    weights = (ring - 1) * hop_seconds(
+        chip, inputs * sizes.features * itemsize, directions(chip, ring)
+    )
+    # of several sequences, all but the last are projected while weights are gathered
+    beside_weights = projections
+    if batch > 1:
+        beside_weights *= (batch - 1) / batch
     hidden = {
-        "projection": (first, products * inputs / batch if batch > 1 else 0.0),
+        "weights": (min(weights, projections), beside_weights),
+        "projection": (first, projections / batch if batch > 1 else 0.0),
         "heads of the output": (last, 0.0),
         "dout": (last, products * out),
-        "dx": (first, products * inputs * (batch - 1) / batch if keep else 0.0),
+        "dx": (first, projections * (batch - 1) / batch if keep else 0.0),
         "attention": (middle, attention),
         "gradient of attention": (middle, 2 * attention),
     }

@@ -30,12 +30,12 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import PyTree
 
-from flaxasync.ops.matmul.products import Arrays, in_order, rows_like
-from flaxasync.ops.matmul.switch import WholeExecutor, add_gradient, multiply
+from flaxasync.ops.matmul.products import Arrays, dot, in_order, rows_like
+from flaxasync.ops.matmul.switch import WholeExecutor, add_gradient
 from flaxasync.ops.saved import GATHERED, PRODUCT
 from flaxasync.transport.schedule import tie
 
@@ -50,16 +50,17 @@ class HalvedAttention:
     keep: bool  # whether all_gather(x) is kept for the backward pass
 
     def gathered(self, xs: Arrays) -> Arrays:
-        """Returns all_gather(x) of each part, one after another."""
+        """Returns all_gather(x) [R, ..., m, k] of each part, one after another."""
         found: list[Array] = []
         for x in xs:
-            found.append(self.executor.rows_of_devices(_after(found, x)))
+            x = _tie_to_last(found, x)
+            found.append(lax.all_gather(x, self.executor.axis_name))
         return tuple(found)
 
     def product(self, rows: Array, w: Array, *, transposed: bool = False) -> Array:
         """Returns rows @ w, or rows @ w.T, in the order of the rows, of rows by device."""
         precision = self.executor.precision
-        return in_order(multiply(rows, w, rows.dtype, precision, transposed=transposed))
+        return in_order(dot(rows, w, precision, transposed=transposed, dtype=rows.dtype))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -101,8 +102,9 @@ def _forward(
         all_heads.append(heads)
         pulls.append(pull)
         with jax.named_scope("project_output"):
-            addend = block.executor.addend((heads,), (out,))
-            found.append(block.executor.sum_of_devices(_after(found, addend)).astype(heads.dtype))
+            addend = _tie_to_last(found, block.executor.addend((heads,), (out,)))
+            y = lax.psum_scatter(addend, block.executor.axis_name)
+            found.append(y.astype(heads.dtype))
     # named at the end: a policy that keeps them keeps nothing that they were tied to
     ys = checkpoint_name(tuple(found), PRODUCT)
     kept = xs
@@ -135,7 +137,8 @@ def _backward(
             addend = block.executor.addend((dz,), (w,), transposed=True)
             if part + 1 == len(pulls):  # dw and dout run beside the last sum
                 addend, dzs, all_heads = tie(addend, dzs, all_heads)
-            dxs.append(block.executor.sum_of_devices(addend).astype(dz.dtype))
+            dx = lax.psum_scatter(addend, block.executor.axis_name)
+            dxs.append(dx.astype(dz.dtype))
     with jax.named_scope("project_inputs_dw"):
         gathered = kept
         if not block.keep:
@@ -162,9 +165,9 @@ def _summed(block: HalvedAttention, xs: Arrays | list[Array], dys: Arrays | list
     return sums
 
 
-def _after(found: list[Array], x: Array) -> Array:
-    """Returns x once the last one of what was found is computed. XLA drops a tie whose results are
-    not all used, so that the other one replaces what was found.
+def _tie_to_last(found: list[Array], x: Array) -> Array:
+    """Ties x to the last of `found`, which is replaced in the list, and returns it: XLA drops a tie
+    whose results are not all used.
     """
     if not found:
         return x

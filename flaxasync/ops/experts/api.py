@@ -16,7 +16,14 @@ from flaxasync.kernels.engine.operands import LANES
 from flaxasync.kernels.grouped_blocks import check_grouped
 from flaxasync.mesh import UnsupportedError, mapped_axis_size, vary_alike
 from flaxasync.ops import trust
-from flaxasync.ops.choose import Directions, cannot_serve, check_mapped, decide
+from flaxasync.ops.choose import (
+    Directions,
+    cannot_serve,
+    check_kernel,
+    check_mapped,
+    decide,
+    is_default,
+)
 from flaxasync.ops.experts.assignments import capacity_of_half
 from flaxasync.ops.experts.exchange import Exchange
 from flaxasync.ops.experts.local import Experts
@@ -183,21 +190,17 @@ def _takes_kernels(
     if kernel == "reference" or (kernel is None and mesh.platform() != "tpu"):
         return False
     try:
-        mesh.check_tpu(f"{op} with kernel='grouped'", "kernel='reference'")
-        if not mesh.all_axes_mapped():
+        check_kernel(f"{op} with kernel='grouped'", "kernel='reference'")
+        lacking = None
+        if len(weights.columns) == 1:
+            lacking = "a gate"
+        elif not is_default(precision):
+            lacking = "the default precision alone"
+        if lacking is not None:
             raise UnsupportedError(
-                f"{op} with kernel='grouped' needs every mesh axis of more than one device to be "
-                "mapped by shard_map: XLA cannot partition a Pallas kernel; use kernel='reference'"
+                f"{op} with kernel='grouped' takes {lacking}; use kernel='reference'"
             )
-        if len(weights.columns) == 1 or precision is not None:
-            if len(weights.columns) == 1:
-                needed = "a gate"
-            else:
-                needed = "the default precision alone"
-            raise UnsupportedError(
-                f"{op} with kernel='grouped' takes {needed}; use kernel='reference'"
-            )
-        check_grouped(op, x.dtype, LANES, x.shape[1], weights.down.shape[1])
+        check_grouped(op, x.dtype, x.shape[1], weights.down.shape[1])
         for count in held:
             check_add_rows(op, x.dtype, count, LANES, x.shape[1])
     except UnsupportedError:
@@ -244,6 +247,10 @@ def _check(
         )
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise ValueError(f"{op} needs integer ids: got {ids.dtype}")
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(
+            f"{op} computes in the dtype of x: got {x.dtype}; cast x to a floating one"
+        )
     if ids.shape[-1] > count:
         raise ValueError(
             f"{op} lets a row choose each expert once: got {ids.shape[-1]} choices among {count} "

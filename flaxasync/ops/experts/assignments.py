@@ -52,8 +52,8 @@ def sort(
     t = tile_rows
     # A key is expert * stride + place. The place of padding is `number`.
     stride = number + 1
-    last = experts * stride + number  # sorts behind all tiles
-    if last >= 2**31:
+    behind = experts * stride + number  # the key of what is in no tile: it sorts behind all of them
+    if behind >= 2**31:
         raise ValueError(
             f"expert_mlp counts {number} choices of {experts} experts in 32 bits: give it fewer "
             "rows"
@@ -63,20 +63,22 @@ def sort(
     counts = jnp.sum(of_parts, axis=1, dtype=jnp.int32)
     weights = weights.reshape(-1)
     if capacity is not None:
+        # sorted once more below: who is left out is known by the rank within an expert and part
         keys, weights = lax.sort((keys, weights), num_keys=1)
         expert = keys // stride
         place = keys % stride
-        later_parts = split_rows(n, parts)[1:]
-        part = sum((place >= first * k).astype(jnp.int32) for first, _ in later_parts)
+        part: Index = 0
+        for first, _ in split_rows(n, parts)[1:]:
+            part = part + (place >= first * k).astype(jnp.int32)
         # how many sort before the first one of each expert and part
         before = jnp.cumsum(of_parts, dtype=jnp.int32).reshape(experts, parts) - of_parts
         rank = lax.iota(jnp.int32, number) - before[expert, part]
-        keys = jnp.where(rank < capacity, keys, last)
+        keys = jnp.where(rank < capacity, keys, behind)
         counts = jnp.sum(jnp.minimum(of_parts, capacity), axis=1, dtype=jnp.int32)
     # Each expert's last tile is filled up; what is left sorts behind all tiles.
     missing = jnp.arange(t, dtype=jnp.int32)[None] < (-counts % t)[:, None]
     filling = jnp.arange(experts, dtype=jnp.int32)[:, None] * stride + number
-    padding = jnp.where(missing, filling, last).reshape(-1)
+    padding = jnp.where(missing, filling, behind).reshape(-1)
     keys = lax.concatenate([keys, padding], 0)
     weights = jnp.pad(weights, (0, padding.size))
     most = (number // t + experts) * t  # no routing fills more

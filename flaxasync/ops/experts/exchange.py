@@ -221,25 +221,28 @@ def find_routes(assignments: Assignments, n: int, devices: int, limits: Bounds) 
     tiles, t = assignments.rows.shape
     tile_counts = jnp.sum(assignments.tiles.reshape(devices, -1), axis=1, dtype=jnp.int32)
     tile_ends = jnp.cumsum(tile_counts, dtype=jnp.int32)
-    each = lax.iota(jnp.int32, devices)[:, None]
-    of_tile = jnp.sum(
+    every_device = lax.iota(jnp.int32, devices)[:, None]  # [R, 1]
+    device_of_tile = jnp.sum(  # [T]; R for tiles that are not in use
         lax.iota(jnp.int32, tiles)[:, None] >= tile_ends[None], axis=1, dtype=jnp.int32
     )
     # Assignments by device, then by row, and padding (row n) behind those of its device.
-    keys = (of_tile[:, None] * (n + 1) + assignments.rows).reshape(-1)
+    # From here to `place`: [T * t], in the order of the sorted keys. `slots` says where each was.
+    keys = (device_of_tile[:, None] * (n + 1) + assignments.rows).reshape(-1)
     keys, slots = lax.sort((keys, lax.iota(jnp.int32, tiles * t)), num_keys=1)
     device = keys // (n + 1)
     row = keys % (n + 1)
     # whether a row is named first for its device: it travels there once
     is_first = (row < n) & (keys != jnp.pad(keys, (1, 0), constant_values=-1)[:-1])
-    row_counts = jnp.sum(is_first[None] & (device[None] == each), axis=1, dtype=jnp.int32)
+    row_counts = jnp.sum(is_first[None] & (device[None] == every_device), axis=1, dtype=jnp.int32)
     first_rows = jnp.cumsum(row_counts, dtype=jnp.int32) - row_counts
     # first_rows[device]
     first_row = jnp.sum(
-        jnp.where(device[None] == each, first_rows[:, None], 0), axis=0, dtype=jnp.int32
+        jnp.where(device[None] == every_device, first_rows[:, None], 0), axis=0, dtype=jnp.int32
     )
     place = jnp.cumsum(is_first, dtype=jnp.int32) - 1 - first_row
+    # in the order of the tiles again
     _, places = lax.sort((slots, jnp.where(row < n, place, limits.rows)), num_keys=1)
+    # the rows of device 0, of device 1, ...: the first namings, ahead of all else
     rows = lax.sort(jnp.where(is_first, keys, devices * (n + 1))) % (n + 1)
     more = ((0, limits.tiles), (0, 0))
     return Routes(

@@ -94,14 +94,9 @@ def backward(
 
     def add(tiles: Tiles, count: Array, carry: PyTree) -> tuple[Array, Array, Sums]:
         dx, dweights, sums = carry
-        is_in_loop = dx is not None  # where a carry keeps its structure: what is kept stays
+        is_in_loop = dx is not None
         dx, dweight, found = experts.products.backward(dx, x, dy, weights, tiles, count)
-        if is_in_loop:
-            sums = _plus(experts, weights, Sums(sums.gradients), found)._replace(kept=sums.kept)
-        elif sums.gradients is not None and sums.kept is None:
-            sums = sums._replace(kept=found)
-        else:  # the first call of all, whose gradients are written and not read, or the second one of a pair
-            sums = _plus(experts, weights, sums, found)
+        sums = _taken(experts, weights, sums, found, in_loop=is_in_loop)
         dweight = dweight.reshape(-1, experts.tile_rows).astype(dweights.dtype)
         return dx, dweights.at[tiles.places].set(dweight, mode="drop"), sums
 
@@ -115,6 +110,19 @@ def backward(
     dx, dweights, sums = _for_each(experts, weights, blocks, add, (None, dweights, sums), zeros)
     parts = zip(lax.split(dx, sizes, axis=0), lax.split(dweights, places, axis=0), strict=True)
     return tuple(BlockGradients(*part) for part in parts), sums
+
+
+def _taken(experts: Experts, weights: Weights, sums: Sums, found: ToAdd, *, in_loop: bool) -> Sums:
+    """Adds what one call found, or keeps it until the next call.
+
+    The carry of a loop keeps its structure, so what was kept before it stays. The first call of all
+    writes gradients without reading any.
+    """
+    if in_loop:
+        return _plus(experts, weights, Sums(sums.gradients), found)._replace(kept=sums.kept)
+    if sums.gradients is not None and sums.kept is None:
+        return sums._replace(kept=found)
+    return _plus(experts, weights, sums, found)
 
 
 def added_up(experts: Experts, weights: Weights, sums: Sums) -> Sums:
@@ -153,7 +161,7 @@ def _for_each(
     sizes = tuple(block.x.shape[0] for block in blocks)
     first: Index = lax.axis_index(experts.axis_name) * local if experts.split == "experts" else 0
     tiles_of = TilesOf(tuple(block.assignments for block in blocks), first, local, sizes)
-    some = experts.products.tiles([experts.mean] * len(sizes), local, experts.tile_rows)
+    some = experts.products.tiles(experts.mean, len(sizes), local, experts.tile_rows)
     several = some > 1  # whether the products take several tiles in a call, or one alone
     if experts.capacity is not None:
         most = local * sum(

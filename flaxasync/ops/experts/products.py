@@ -53,8 +53,8 @@ class Products(Protocol):
     others get anything.
     """
 
-    def tiles(self, rows: list[int], experts: int, tile_rows: int) -> int:
-        """Returns how many tiles to multiply at once, where each expert has so many rows of each
+    def tiles(self, mean: int, blocks: int, experts: int, tile_rows: int) -> int:
+        """Returns how many tiles to multiply at once, where each expert has `mean` rows of each
         block on average.
         """
 
@@ -86,7 +86,7 @@ class OneTile:
     activation: Activation
     precision: lax.PrecisionLike = None
 
-    def tiles(self, rows: list[int], experts: int, tile_rows: int) -> int:
+    def tiles(self, mean: int, blocks: int, experts: int, tile_rows: int) -> int:
         return 1
 
     def forward(
@@ -139,13 +139,11 @@ class Grouped:
 
     activation: Activation
 
-    def tiles(self, rows: list[int], experts: int, tile_rows: int) -> int:
+    def tiles(self, mean: int, blocks: int, experts: int, tile_rows: int) -> int:
         """Returns as many as rows have that are spread evenly, and half a tile more for each expert
         and block.
         """
-        return sum(-(-mean // tile_rows) for mean in rows) * experts + max(
-            1, len(rows) * experts // 2
-        )
+        return -(-mean // tile_rows) * blocks * experts + max(1, blocks * experts // 2)
 
     def forward(
         self, y: Array | None, x: Array, weights: Weights, tiles: Tiles, count: Array

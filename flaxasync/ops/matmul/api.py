@@ -15,8 +15,16 @@ from jaxtyping import Array, Float
 
 from flaxasync import mesh
 from flaxasync.kernels.engine.operands import DTYPES
+from flaxasync.kernels.weight_gradient_schedule import LARGEST_RING
 from flaxasync.mesh import mapped_axis_size, vary_alike
-from flaxasync.ops.choose import Directions, Execution, cannot_serve, check_mapped, decide
+from flaxasync.ops.choose import (
+    Directions,
+    Execution,
+    cannot_serve,
+    check_mapped,
+    decide,
+    is_default,
+)
 from flaxasync.ops.matmul import vjp
 from flaxasync.ops.matmul.fused import FusedExecutor
 from flaxasync.ops.matmul.products import Arrays, Operands
@@ -226,28 +234,6 @@ def matmul_all_reduce(
     return vjp.multiply_and_reduce(executor, xs, ws)
 
 
-def executor_for_weights(
-    op: str,
-    w: Array,
-    rows: int,
-    axis_name: str,
-    *,
-    backend: str | None,
-    precision: lax.PrecisionLike,
-    quantization: Quantization | None = None,
-) -> Executor:
-    """Returns what executes products of all_gather(w), where w is [m, k], with `rows` rows of this
-    device.
-
-    A backend of None stands for what is predicted to be fastest in `all_gather_matmul` of the same
-    shapes. `op` is the name in messages.
-    """
-    options = Options(backend, precision=precision, quantization=quantization)
-    size = check_operands(op, (w,), (w,), axis_name)
-    shapes = [w.shape, (w.shape[1], rows)]
-    return choose_executor("all_gather_matmul", shapes, w.dtype, axis_name, size, options)[0]
-
-
 def choose_executor(
     op: str, shapes: Sequence[Shape], dtype: jnp.dtype, axis_name: str, size: int, options: Options
 ) -> tuple[Executor, bool]:
@@ -317,6 +303,12 @@ def _check_kernels(
     if size == 1:
         limit = f"exchanges blocks between devices: got an axis {axis_name!r} of size 1"
         instead = "use backend='none'"
+    elif size > LARGEST_RING:
+        limit = (
+            f"has semaphores for rings of up to {LARGEST_RING} devices: got an axis {axis_name!r} "
+            f"of size {size}"
+        )
+        instead = "use backend='xla'"
     elif any(0 in shape for shape in shapes):
         limit = (
             f"multiplies operands that are not empty: got x {list(shapes[0])} and w "
@@ -326,7 +318,7 @@ def _check_kernels(
     elif name not in DTYPES:
         limit = f"has kernels for {' and '.join(DTYPES)}: got {name}"
         instead = "cast the operands, or use backend='xla'"
-    elif options.precision not in (None, lax.Precision.DEFAULT, "default"):
+    elif not is_default(options.precision):
         limit = (
             "multiplies with the matrix unit's default precision: got "
             f"precision={options.precision}"

@@ -106,7 +106,9 @@ class FusedExecutor:
         *,
         transposed: bool = False,
     ) -> tuple[Array, Arrays]:
-        (x, *more), size, (*batch, rows, _) = xs, lax.axis_size(self.axis_name), xs[0].shape
+        x, *more = xs
+        *batch, rows, _ = x.shape
+        size = lax.axis_size(self.axis_name)
         m = rows // size
         n = ws[0].shape[0 if transposed else 1]
         scales = None
@@ -148,19 +150,20 @@ class FusedExecutor:
         return _unpad(y, 1, m, n).reshape(*batch, m, n), tuple(made)
 
     def all_reduce(self, xs: Operands, ws: Operands) -> Array:
-        return products.scatter_then_gather(lambda xs: self.reduce(xs, ws)[0], xs, self.axis_name)
+        return products.scatter_then_gather(self.reduce, xs, ws, self.axis_name)
 
     def weight_gradient(self, x: Operand, dys: Operands) -> Arrays:
         size = lax.axis_size(self.axis_name)
         *_, m, k = x.shape
         both = isinstance(dys[0], Quantized)
         values = (values_of(x) if both else dequantize(x)).reshape(-1, m, k)
-        unit = sublanes(values.dtype)
-        if -(-m // unit) * unit * values.shape[0] % LANES:
-            unit = math.lcm(unit, LANES // math.gcd(LANES, values.shape[0]))
+        batches = values.shape[0]
+        unit = sublanes(values.dtype)  # to a multiple of which the rows of a batch are padded
+        if _whole(m, unit) * batches % LANES:
+            unit = math.lcm(unit, LANES // math.gcd(LANES, batches))
         # A tile has whole lanes of rows. Where lanes do not divide a batch, it has all rows of
         # several batches, which can be too many for vector memory.
-        if math.lcm(-(-m // unit) * unit, LANES) > TILES.k:
+        if math.lcm(_whole(m, unit), LANES) > TILES.k:
             unit = LANES
         if both:
             scales = (_column_scales(x), [_column_scales(dy) for dy in dys])
@@ -175,6 +178,11 @@ class FusedExecutor:
             directions=self.directions,
         )
         return tuple(dw[:k, : dy.shape[-1]] for dw, dy in zip(dws, dys, strict=True))
+
+
+def _whole(count: int, unit: int) -> int:
+    """Returns the next multiple of a unit."""
+    return -(-count // unit) * unit
 
 
 def _weight_gradient(x: Operand, dy: Operand) -> WeightGradient:

@@ -19,7 +19,6 @@ again.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -29,11 +28,11 @@ from jax.ad_checkpoint import checkpoint_name
 from flaxasync.kernels.engine.matmul import Values
 from flaxasync.mesh import vary_alike
 from flaxasync.ops.matmul import api, vjp
-from flaxasync.ops.matmul.activation import FUSED, Activation, activate
+from flaxasync.ops.matmul.activation import FUSED, MLP, Activation, activate
 from flaxasync.ops.matmul.fused import FusedExecutor
 from flaxasync.ops.matmul.products import Arrays, Operands, weight_gradient
 from flaxasync.ops.matmul.switch import SwitchExecutor
-from flaxasync.ops.matmul.switch_mlp import SwitchMLP, switch_mlp
+from flaxasync.ops.matmul.switch_mlp import switch_mlp
 from flaxasync.ops.quantization import (
     Operand,
     Quantization,
@@ -81,13 +80,13 @@ def parallel_mlp(
         and isinstance(gather, SwitchExecutor)
         and isinstance(scatter, SwitchExecutor)
     ):
-        return switch_mlp(SwitchMLP(gather, keep, activation), x, ws, down)
+        return switch_mlp(MLP(gather, keep, activation), x, ws, down)
     if (
         activation in FUSED
         and isinstance(gather, FusedExecutor)
         and isinstance(scatter, FusedExecutor)
     ):
-        return _mlp(FusedMLP(gather, keep, activation), x, ws, down)
+        return _mlp(MLP(gather, keep, activation), x, ws, down)
 
     # otherwise all that lies between products and h would be saved: six arrays instead of two
     @jax.checkpoint
@@ -142,24 +141,15 @@ _first_derivative_only = first_only(
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class FusedMLP:
-    """What is static in an MLP of fused kernels. Hashable."""
-
-    executor: FusedExecutor
-    keep: bool  # whether all_gather(x) is kept for the backward pass
-    activation: Activation
-
-
 type Saved = tuple[Operand, Operands, Operand, Arrays]  # x or all_gather(x), ws, down, products
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mlp(mlp: FusedMLP, x: Array, ws: Operands, down: Operand) -> Array:
+def _mlp(mlp: MLP[FusedExecutor], x: Array, ws: Operands, down: Operand) -> Array:
     return _forward(dataclasses.replace(mlp, keep=False), 0, x, ws, down)[0]
 
 
-def _mlp_fwd(mlp: FusedMLP, x: Array, ws: Operands, down: Operand) -> tuple[Array, Saved]:
+def _mlp_fwd(mlp: MLP[FusedExecutor], x: Array, ws: Operands, down: Operand) -> tuple[Array, Saved]:
     operands = _first_derivative_only(x, ws, down)
     y, (saved, *others, products) = _forward(mlp, len(ws), *operands)
     if mlp.keep:
@@ -168,7 +158,7 @@ def _mlp_fwd(mlp: FusedMLP, x: Array, ws: Operands, down: Operand) -> tuple[Arra
 
 
 def _forward(
-    mlp: FusedMLP, kept: int, x: Array, ws: Operands, down: Operand
+    mlp: MLP[FusedExecutor], kept: int, x: Array, ws: Operands, down: Operand
 ) -> tuple[Array, Saved]:
     """Returns y, and what is saved, with `kept` products; ws and down are as they are multiplied."""
     executor = mlp.executor
@@ -179,30 +169,22 @@ def _forward(
             ws,
             keep=mlp.keep,
             epilogue=Activate(mlp.activation, kept),
-            measured=_measured(executor.quantization, slice(kept, None)),
+            # h will be quantised, and the kernel has its magnitudes at hand
+            measured=slice(kept, None) if executor.quantization else None,
         )
         products = ys[:kept]
         h, *most = ys[kept:]
     with jax.named_scope("matmul_reduce_scatter"):
-        h_given, (down,) = forward_operands(executor.quantization, (h,), (down,), most=_only(most))
+        h_given, (down,) = forward_operands(
+            executor.quantization, (h,), (down,), most=next(iter(most), None)
+        )
         y, _ = executor.reduce(h_given, (down,))
     return y, (x_given if gathered is None else gathered, ws, down, products)
 
 
-def _measured(quantization: Quantization | str | None, results: slice) -> slice | None:
-    """Returns the results that will be quantised, whose magnitudes the kernel has at hand."""
-    if quantization is None:
-        return None
-    return results
-
-
-def _only(arrays: Sequence[Array]) -> Array | None:
-    if arrays:
-        return arrays[0]
-    return None
-
-
-def _mlp_bwd(mlp: FusedMLP, saved: Saved, dy: Array) -> tuple[Array, tuple[Any, ...], Any]:
+def _mlp_bwd(
+    mlp: MLP[FusedExecutor], saved: Saved, dy: Array
+) -> tuple[Array, tuple[Any, ...], Any]:
     executor = mlp.executor
     quantization = executor.quantization
     x, ws, down, products, dy = _first_derivative_only(*saved, dy)
@@ -215,7 +197,7 @@ def _mlp_bwd(mlp: FusedMLP, saved: Saved, dy: Array) -> tuple[Array, tuple[Any, 
             keep=True,
             epilogue=ActivateGradient(mlp.activation, len(ws)),
             operands=products,
-            measured=_measured(quantization and quantization.backward, slice(0, len(ws))),
+            measured=slice(0, len(ws)) if quantization and quantization.backward else None,
         )
         dproducts = found[: len(ws)]
         h, *most = found[len(ws) :]
@@ -226,19 +208,17 @@ def _mlp_bwd(mlp: FusedMLP, saved: Saved, dy: Array) -> tuple[Array, tuple[Any, 
         if quantization is not None and quantization.weights is None:
             (h_given,), _ = forward_operands(quantization, (h_given,), ())
         all_dy, (h_given,) = weight_operands(quantization, all_dy, (h_given,))
-        local: list[tuple[Operand, Operands]] = []
-        d_downs: Arrays = ()
-        if isinstance(h_given, Quantized):  # d_down is computed beside dx
-            local = [(h_given, (all_dy,))]
-        else:
+        # In 8 bits d_down is computed beside the sums of dx, and comes back as `beside`.
+        is_beside = isinstance(h_given, Quantized)
+        if not is_beside:
             d_down = weight_gradient(h_given, all_dy).astype(dy.dtype)
             # d_down can travel beside what follows, and h and all_dy end here
             d_down, dproducts = tie(d_down, dproducts)
-            d_downs = (d_down,)
+    local = [(h_given, (all_dy,))] if is_beside else []
     dx, dws, beside = vjp.gradients_of_gather(
-        executor, mlp.keep, (x, ws), dproducts, local, _only(most)
+        executor, mlp.keep, (x, ws), dproducts, local, next(iter(most), None)
     )
-    return dx, dws, cotangents((down,), beside or d_downs)[0]
+    return dx, dws, cotangents((down,), beside if is_beside else (d_down,))[0]
 
 
 _mlp.defvjp(_mlp_fwd, _mlp_bwd)

@@ -3,12 +3,13 @@ reduce-scatter.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.typing import DTypeLike
 
 from flaxasync.ops.quantization import Operand, Quantized, values_of
 
@@ -26,10 +27,15 @@ def accumulator_dtype(x: Operand) -> jnp.dtype:
 
 
 def dot(
-    x: Operand, w: Operand, precision: lax.PrecisionLike = None, *, transposed: bool = False
+    x: Operand,
+    w: Operand,
+    precision: lax.PrecisionLike = None,
+    *,
+    transposed: bool = False,
+    dtype: DTypeLike | None = None,
 ) -> Array:
     """Returns x @ w, or x @ w.T, in the dtype in which it is accumulated; of quantised operands, in
-    that of scales.
+    that of scales. With `dtype` it is rounded to that dtype as it is written.
     """
     contracting = ((x.ndim - 1,), (1 if transposed else 0,))
     sums = lax.dot_general(
@@ -37,7 +43,7 @@ def dot(
         values_of(w),
         (contracting, ((), ())),
         precision=None if isinstance(x, Quantized) else precision,
-        preferred_element_type=accumulator_dtype(values_of(x)),
+        preferred_element_type=dtype or accumulator_dtype(values_of(x)),
     )
     if isinstance(x, Quantized) and isinstance(w, Quantized):
         of_columns = lax.broadcast_to_rank(w.scales, sums.ndim)
@@ -101,6 +107,13 @@ def weight_gradients(x: Operand, dys: Operands, precision: lax.PrecisionLike = N
     return tuple(lax.split(dw, widths, axis=1))
 
 
+def local_weight_gradients(
+    local: Sequence[tuple[Operand, Operands]], precision: lax.PrecisionLike
+) -> Arrays:
+    """Returns x.T @ dy for each (x, dys) and each of its dys; see `Executor.reduce`."""
+    return tuple(dw for x, dys in local for dw in weight_gradients(x, dys, precision))
+
+
 def by_device(x: Array, size: int) -> Array:
     """Returns x [..., R*m, k] as [R, ..., m, k]: the rows that each device of a ring of R owns."""
     *batch, rows, k = x.shape
@@ -129,9 +142,14 @@ def merge_batches[T: Operand](x: T) -> T:
     return jax.tree.map(lambda array: array.reshape(-1, *array.shape[leading:]), x)
 
 
-def scatter_then_gather(reduce: Callable[[Operands], Array], xs: Operands, axis_name: str) -> Array:
-    """Returns the all-reduce of what `reduce` reduce-scatters; rows are padded to a multiple of the
-    ring.
+def scatter_then_gather(
+    reduce: Callable[[Operands, Operands], tuple[Array, Arrays]],
+    xs: Operands,
+    ws: Operands,
+    axis_name: str,
+) -> Array:
+    """Returns the all-reduce of what `reduce` of an executor reduce-scatters; rows are padded to a
+    multiple of the ring.
 
     Where the ring does not divide the rows of a batch, the batches are merged first, so that one of
     them is padded.
@@ -139,14 +157,14 @@ def scatter_then_gather(reduce: Callable[[Operands], Array], xs: Operands, axis_
     size = lax.axis_size(axis_name)
     *batch, rows, _ = xs[0].shape
     if batch and rows % size and xs[0].size:
-        merged = scatter_then_gather(reduce, tuple(map(merge_batches, xs)), axis_name)
+        merged = scatter_then_gather(reduce, tuple(map(merge_batches, xs)), ws, axis_name)
         return merged.reshape(*batch, rows, merged.shape[-1])
 
     def pad(x: Array) -> Array:
         padding = [(0, -rows % size if dim == len(batch) else 0, 0) for dim in range(x.ndim)]
         return lax.pad(x, jnp.zeros((), x.dtype), padding)
 
-    y_shard = reduce(jax.tree.map(pad, xs) if rows % size else xs)
+    y_shard, _ = reduce(jax.tree.map(pad, xs) if rows % size else xs, ws)
     y = lax.all_gather(y_shard, axis_name, axis=y_shard.ndim - 2, tiled=True, to="invarying")
     return lax.slice_in_dim(y, 0, rows, axis=-2)
 

@@ -85,12 +85,9 @@ class RingExecutor:
             )
             return products.sum_of_products(blocks, ws, self.precision, transposed=transposed)
 
-        found = tuple(
-            dw for x, dys in local for dw in products.weight_gradients(x, dys, self.precision)
-        )
-        return ring_reduce(self.ring, rows, produce, self._travel_dtype(xs[0])).astype(
-            xs[0].dtype
-        ), found
+        found = products.local_weight_gradients(local, self.precision)
+        y = ring_reduce(self.ring, rows, produce, self._travel_dtype(xs[0]))
+        return y.astype(xs[0].dtype), found
 
     def all_reduce(self, xs: Operands, ws: Operands) -> Array:
         if self.ring.transport is None:
@@ -98,7 +95,7 @@ class RingExecutor:
             return lax.psum(partial_sum.astype(self._travel_dtype(xs[0])), self.axis_name).astype(
                 xs[0].dtype
             )
-        return products.scatter_then_gather(lambda xs: self.reduce(xs, ws)[0], xs, self.axis_name)
+        return products.scatter_then_gather(self.reduce, xs, ws, self.axis_name)
 
     def weight_gradient(self, x: Operand, dys: Operands) -> Arrays:
         travelling = x

@@ -82,14 +82,12 @@ class SwitchExecutor:
     ) -> tuple[Array, Arrays]:
         arrays = tuple(map(values_of, xs))
         w = join_rows(ws, transposed)
-        dtype = arrays[0].dtype
-        sums = self.sums(w, dtype, transposed=transposed)
-        for hop in range(self.size):
-            sums.add(self.rows_of_owner(arrays, hop))
-        return sums.total().astype(dtype), local_gradients(local, self.precision)
+        blocks = [self.rows_of_owner(arrays, hop) for hop in range(self.size)]
+        y = self.sum_for_owners(blocks, w, arrays[0].dtype, transposed=transposed)
+        return y, products.local_weight_gradients(local, self.precision)
 
     def all_reduce(self, xs: Operands, ws: Operands) -> Array:
-        return products.scatter_then_gather(lambda xs: self.reduce(xs, ws)[0], xs, self.axis_name)
+        return products.scatter_then_gather(self.reduce, xs, ws, self.axis_name)
 
     def weight_gradient(self, x: Operand, dys: Operands) -> Arrays:
         block = values_of(x)
@@ -111,7 +109,7 @@ class SwitchExecutor:
     def product(self, x: Array, w: Array, dtype: DTypeLike, *, transposed: bool = False) -> Array:
         """Returns x @ w, or x @ w.T, in a dtype. XLA joins it with no other product."""
         x, w = tie(x, w)
-        return multiply(x, w, dtype, self.precision, transposed=transposed)
+        return products.dot(x, w, self.precision, transposed=transposed, dtype=dtype)
 
     def beside[T](self, made: T, block: Array) -> tuple[T, Array]:
         """Returns what was made of a block once the next block has arrived, and the next block.
@@ -120,9 +118,31 @@ class SwitchExecutor:
         """
         return tie(made, self.permute(block, 1))
 
-    def sums(self, w: Array, dtype: DTypeLike, *, transposed: bool = False) -> "OwnersSums":
-        """Returns what multiplies blocks of rows by w, and adds up what arrives from all devices."""
-        return OwnersSums(self, w, self.reduce_dtype or dtype, transposed)
+    def sum_for_owners(
+        self, blocks: Sequence[Array], w: Array, dtype: DTypeLike, *, transposed: bool = False
+    ) -> Array:
+        """Returns the sum of all devices' products with w, or w.T, for the rows of this device.
+
+        The first block has the rows of this device, the others those of the devices 1, 2, ...
+        places before it, to which their products are sent. That of the first one is made last,
+        beside the last transfer.
+        """
+        own, *others = blocks
+        multiply = functools.partial(
+            self.product, w=w, dtype=self.reduce_dtype or dtype, transposed=transposed
+        )
+        arrived = []
+        for hop, block in enumerate(others, 1):
+            addend = multiply(block)
+            arrived.append(self.permute(addend, -hop))
+            if hop == len(others):
+                own, _ = tie(own, addend)
+        addend = multiply(own)
+        wide = accumulator_dtype(addend)
+        found = addend.astype(wide)
+        for addend in arrived:
+            found = found + addend.astype(wide)
+        return found.astype(dtype)
 
     def permute(self, x: Array, shift: int) -> Array:
         with jax.named_scope("hop"):
@@ -155,47 +175,6 @@ class SwitchExecutor:
         return lax.dynamic_slice_in_dim(twice, first, rows, axis)
 
 
-class OwnersSums:
-    """The products of blocks of rows, each sent to the device that owns the rows."""
-
-    def __init__(self, executor: SwitchExecutor, w: Array, dtype: DTypeLike, transposed: bool):
-        self._executor = executor
-        self._w = w
-        self._multiply = functools.partial(executor.product, dtype=dtype, transposed=transposed)
-        self._own: Array | None = None  # this device's block
-        self._last: Array | None = None  # the last product that was sent
-        self._arrived: list[Array] = []
-
-    def add(self, block: Array) -> None:
-        """Takes the block of this device first, which waits for `total`, then those of the devices
-        1, 2, ... places before it, whose products are sent.
-        """
-        if self._own is None:
-            self._own = block
-            return
-        addend = self._multiply(block, self._w)
-        hop = len(self._arrived) + 1
-        self._last = addend
-        self._arrived.append(self._executor.permute(addend, -hop))
-
-    def total(self) -> Array:
-        """Returns the sum for the rows of this device, in the dtype in which addends are
-        accumulated.
-
-        The product of its own block is made last, beside the last transfer.
-        """
-        own = self._own
-        assert own is not None
-        if self._last is not None:
-            own, _ = tie(own, self._last)
-        addend = self._multiply(own, self._w)
-        dtype = accumulator_dtype(addend)
-        found = addend.astype(dtype)
-        for arrived in self._arrived:
-            found = found + arrived.astype(dtype)
-        return found
-
-
 @dataclasses.dataclass(frozen=True)
 class WholeExecutor:
     """Gathers or scatters all rows by one collective of NCCL, before or after one product; see
@@ -214,9 +193,9 @@ class WholeExecutor:
     def gather(
         self, x: Operand, ws: Operands, *, transposed: bool = False, keep: bool = False
     ) -> tuple[Arrays, Operand | None]:
-        gathered = self.rows_of_devices(values_of(x))
+        gathered = lax.all_gather(values_of(x), self.axis_name)
         w = join_columns(ws, transposed)
-        y = multiply(gathered, w, gathered.dtype, self.precision, transposed=transposed)
+        y = products.dot(gathered, w, self.precision, transposed=transposed, dtype=gathered.dtype)
         widths = [w.shape[0 if transposed else 1] for w in ws]
         results = split_columns(in_order(y), widths)
         if not keep:
@@ -233,43 +212,27 @@ class WholeExecutor:
         *,
         transposed: bool = False,
     ) -> tuple[Array, Arrays]:
-        y = self.sum_of_devices(self.addend(xs, ws, transposed=transposed))
-        return y.astype(xs[0].dtype), local_gradients(local, self.precision)
+        y = lax.psum_scatter(self.addend(xs, ws, transposed=transposed), self.axis_name)
+        y = y.astype(xs[0].dtype)
+        return y, products.local_weight_gradients(local, self.precision)
 
     def all_reduce(self, xs: Operands, ws: Operands) -> Array:
         x = join_columns(xs, False)
         sent = self.reduce_dtype or x.dtype
-        addend = multiply(x, join_rows(ws, False), sent, self.precision)
+        addend = products.dot(x, join_rows(ws, False), self.precision, dtype=sent)
         return lax.psum(addend, self.axis_name).astype(x.dtype)
 
     def weight_gradient(self, x: Operand, dys: Operands) -> Arrays:
-        gathered = self.rows_of_devices(values_of(x))
+        gathered = lax.all_gather(values_of(x), self.axis_name)
         alike = tuple(products.rows_like(dy, gathered) for dy in dys)
         return products.weight_gradients(gathered, alike, self.precision)
-
-    def rows_of_devices(self, x: Array) -> Array:
-        """Returns all_gather(x) of x [..., m, k], as [R, ..., m, k]."""
-        return lax.all_gather(x, self.axis_name)
 
     def addend(self, xs: Operands, ws: Operands, *, transposed: bool = False) -> Array:
         """Returns this device's part of the sum of x @ w, or of x @ w.T, as [R, ..., m, n]."""
         x = by_device(join_columns(xs, False), lax.axis_size(self.axis_name))
         sent = self.reduce_dtype or x.dtype
-        return multiply(x, join_rows(ws, transposed), sent, self.precision, transposed=transposed)
-
-    def sum_of_devices(self, addend: Array) -> Array:
-        """Returns this device's rows [..., m, n] of the sum of all devices' [R, ..., m, n]."""
-        return lax.psum_scatter(addend, self.axis_name)
-
-
-def multiply(
-    x: Array, w: Array, dtype: DTypeLike, precision: lax.PrecisionLike, *, transposed: bool = False
-) -> Array:
-    """Returns x @ w, or x @ w.T, accumulated in float32 and rounded to a dtype as it is written."""
-    contracting = ((x.ndim - 1,), (1 if transposed else 0,))
-    return lax.dot_general(
-        x, w, (contracting, ((), ())), precision=precision, preferred_element_type=dtype
-    )
+        w = join_rows(ws, transposed)
+        return products.dot(x, w, self.precision, transposed=transposed, dtype=sent)
 
 
 def add_gradient(sums: Array | None, x: Array, dy: Array, precision: lax.PrecisionLike) -> Array:
@@ -278,24 +241,10 @@ def add_gradient(sums: Array | None, x: Array, dy: Array, precision: lax.Precisi
     The product adds to the sums as it writes them. The barrier keeps XLA from adding in another
     order, which takes additions of their own.
     """
-    rows = tuple(range(x.ndim - 1))
-    gradient = lax.dot_general(
-        x,
-        dy,
-        ((rows, rows), ((), ())),
-        precision=precision,
-        preferred_element_type=accumulator_dtype(x),
-    )
+    gradient = products.sums_over_rows(x, dy, precision)
     if sums is None:
         return gradient
     return tie(sums) + gradient
-
-
-def local_gradients(
-    local: Sequence[tuple[Operand, Operands]], precision: lax.PrecisionLike
-) -> Arrays:
-    """Returns x.T @ dy for each (x, dys) and each of its dys."""
-    return tuple(dw for x, dys in local for dw in products.weight_gradients(x, dys, precision))
 
 
 def split_columns(y: Array, widths: Sequence[int]) -> Arrays:

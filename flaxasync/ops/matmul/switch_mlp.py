@@ -9,14 +9,13 @@ backward  block by block:  dh = dy @ down.T,  dy of both products,  dx = them @ 
 Saved for the backward pass are x, or the blocks of all_gather(x), and the products of each block.
 """
 
-import dataclasses
 import functools
 
 import jax
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from flaxasync.ops.matmul.activation import Activation, activate
+from flaxasync.ops.matmul.activation import MLP, activate
 from flaxasync.ops.matmul.products import Arrays
 from flaxasync.ops.matmul.switch import (
     SwitchExecutor,
@@ -30,17 +29,7 @@ from flaxasync.ops.saved import GATHERED, HIDDEN, PRODUCT
 type Saved = tuple[Arrays, Arrays, Array, Arrays]
 
 
-@dataclasses.dataclass(frozen=True)
-class SwitchMLP:
-    """What is static in an MLP on GPUs. Hashable."""
-
-    executor: SwitchExecutor
-    keep: bool  # whether the blocks of all_gather(x) are kept for the backward pass
-    activation: Activation
-
-    def hidden(self, product: Array, columns: int) -> Array:
-        """Returns h of a block of the products of `columns` weights, which lie side by side."""
-        return activate(self.activation, _columns(product, columns)).astype(product.dtype)
+type SwitchMLP = MLP[SwitchExecutor]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -58,7 +47,7 @@ def _forward(mlp: SwitchMLP, x: Array, ws: Arrays, down: Array) -> tuple[Array, 
     block = x
     blocks = []
     found = []
-    sums = executor.sums(down, x.dtype)
+    hidden = []
     for hop in range(executor.size):
         blocks.append(block)
         with jax.named_scope("all_gather_matmul"):
@@ -67,9 +56,9 @@ def _forward(mlp: SwitchMLP, x: Array, ws: Arrays, down: Array) -> tuple[Array, 
                 product, block = executor.beside(product, block)
         found.append(product)
         with jax.named_scope("matmul_reduce_scatter"):
-            sums.add(mlp.hidden(product, len(ws)))
+            hidden.append(_hidden(mlp, len(ws), product))
     with jax.named_scope("matmul_reduce_scatter"):
-        y = sums.total().astype(x.dtype)
+        y = executor.sum_for_owners(hidden, down, x.dtype)
     return y, tuple(blocks), tuple(found)
 
 
@@ -88,21 +77,20 @@ def _mlp_bwd(mlp: SwitchMLP, saved: Saved, dy: Array) -> tuple[Array, Arrays, Ar
     w = join_columns(ws, False)
     block = kept[0]
     dy_block = dy
-    sums = executor.sums(w, dy.dtype, transposed=True)
+    dproducts = []
+    hidden = functools.partial(_hidden, mlp, len(ws))
     dw: Array | None = None
     d_down: Array | None = None
     for hop in range(size):
         is_last = hop + 1 == size
         with jax.named_scope("matmul_reduce_scatter_dx"):
             dh = executor.product(dy_block, down, dy.dtype, transposed=True)
-            hidden = functools.partial(mlp.hidden, columns=len(ws))
             h, pull = jax.vjp(hidden, found[hop])
             (dproduct,) = pull(dh)
             own_dy = dy_block
             if not is_last:
                 dproduct, dy_block = executor.beside(dproduct, dy_block)
-        with jax.named_scope("all_gather_matmul_dx"):
-            sums.add(dproduct)
+        dproducts.append(dproduct)
         with jax.named_scope("all_gather_matmul_dw"):
             dw = add_gradient(dw, block, dproduct, executor.precision)
             if mlp.keep and not is_last:
@@ -115,11 +103,16 @@ def _mlp_bwd(mlp: SwitchMLP, saved: Saved, dy: Array) -> tuple[Array, Arrays, Ar
     assert d_down is not None
     dws = _columns(dw.astype(ws[0].dtype), len(ws))
     with jax.named_scope("all_gather_matmul_dx"):
-        dx = sums.total().astype(dy.dtype)
+        dx = executor.sum_for_owners(dproducts, w, dy.dtype, transposed=True)
     return dx, dws, d_down.astype(down.dtype)
 
 
 switch_mlp.defvjp(_mlp_fwd, _mlp_bwd)
+
+
+def _hidden(mlp: SwitchMLP, columns: int, product: Array) -> Array:
+    """Returns h of a block of the products of `columns` weights, which lie side by side."""
+    return activate(mlp.activation, _columns(product, columns)).astype(product.dtype)
 
 
 def _columns(array: Array, count: int) -> Arrays:

@@ -37,7 +37,6 @@ from typing import Any, Protocol
 import jax
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import PyTree
 
 from flaxasync.ops.matmul.products import (
     Arrays,
@@ -151,32 +150,30 @@ def gradients_of_gather(
     """
     x, ws = saved
     with jax.named_scope("all_gather_matmul_dx"):
-        summed = backward_operands(executor.quantization, dys, ws, most)
+        of_dx = backward_operands(executor.quantization, dys, ws, most)
     with jax.named_scope("all_gather_matmul_dw"):
+        axis_name: str | None = executor.axis_name
         if keep:
             dys = tuple(rows_like(dy, x) for dy in dys)
             axis_name = None
-        else:
-            axis_name = executor.axis_name
         x, dys_given = weight_operands(
             executor.quantization, x, dys, axis_name=axis_name, others_are_cotangents=True
         )
-    if keep and isinstance(x, Quantized):
-        of_x = [(x, dys_given)]
-    else:
-        of_x = []
+    beside = [*local]
+    is_beside = keep and isinstance(x, Quantized)  # whether dw is computed beside the sums of dx
+    if is_beside:
+        beside.append((x, dys_given))
     with jax.named_scope("all_gather_matmul_dx"):
-        dx, found = executor.reduce(*summed, [*local, *of_x], transposed=True)
-    count = sum(len(dys_of_one) for _, dys_of_one in local)
-    others = found[:count]
-    dws = found[count:]
-    if not of_x:
-        with jax.named_scope("all_gather_matmul_dw"):
-            if keep:
-                dws = weight_gradients(x, dys_given, executor.precision)
-            else:
-                dws = executor.weight_gradient(x, dys_given)
-    return dx, cotangents(ws, dws), others
+        dx, found = executor.reduce(*of_dx, beside, transposed=True)
+    if is_beside:
+        count = len(found) - len(dys_given)
+        return dx, cotangents(ws, found[count:]), found[:count]
+    with jax.named_scope("all_gather_matmul_dw"):
+        if keep:
+            dws = weight_gradients(x, dys_given, executor.precision)
+        else:
+            dws = executor.weight_gradient(x, dys_given)
+    return dx, cotangents(ws, dws), found
 
 
 gather_and_multiply.defvjp(_gather_and_multiply_fwd, _gather_and_multiply_bwd)
@@ -203,13 +200,7 @@ def _gather_and_keep_fwd(
     return jax.vjp(lambda x, ws: executor.gather(x, ws, keep=True), x, ws)
 
 
-def _gather_and_keep_bwd(
-    executor: Executor, pull: Callable[[PyTree], PyTree], gradients: PyTree
-) -> Any:
-    return pull(gradients)
-
-
-_gather_and_keep.defvjp(_gather_and_keep_fwd, _gather_and_keep_bwd)
+_gather_and_keep.defvjp(_gather_and_keep_fwd, lambda executor, pull, gradients: pull(gradients))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

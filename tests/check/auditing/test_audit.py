@@ -16,7 +16,7 @@ import flaxasync as fa
 from benchmarks.programs import array
 from flaxasync.check import CODES, HLO_ONLY, audit, compile_for, timeline, topology_mesh
 from tests.check import programs
-from tests.check.hlo_texts import LOOP, changed
+from tests.check.hlo_texts import ADD, LOOP, changed, module
 
 
 def test_what_a_report_says_of_its_program():
@@ -67,6 +67,26 @@ def test_a_finding_names_the_python_line_and_json_has_all_of_it():
 
 
 # What runs inside the windows, and what the chip waits for.
+
+
+ONES = "f32[1048576]{0}"
+ALONE = "replica_groups={{0},{1}}, to_apply=%add"
+
+
+@pytest.mark.parametrize(("groups", "code"), [(ALONE, None), ("to_apply=%add", "serialised")])
+def test_a_transfer_between_groups_of_one_device_is_no_finding(groups, code):
+    """It takes no time: nothing travels."""
+    text = module(
+        f"%s = {ONES} all-reduce-start(%operand0), channel_id=1, {groups}",
+        f"%d = {ONES} all-reduce-done(%s)",
+        f"%held = {ONES} all-reduce(%d), channel_id=2, {groups}",
+        "ROOT %r = bf16[1048576]{0} convert(%held)",
+        wrapped=ADD,
+        inputs=(ONES,),
+        partitions=2,
+    )
+    codes = {code, "synchronous-collective", "wide-transfer"} if code else set()
+    assert audit(text, chip="v5e").codes() == codes
 
 
 def test_work_in_the_window_is_counted():

@@ -7,6 +7,7 @@ import pytest
 from benchmarks import measured as benchmark
 from flaxasync.check.estimate import measured
 from flaxasync.check.estimate.measured import Measurement, known_error
+from flaxasync.check.units import time_text
 
 
 def test_the_file_is_what_the_tables_say():
@@ -41,9 +42,6 @@ def test_known_errors_in_words(monkeypatch, errors, said):
     assert known_error("v5p", "timeline") == said
 
 
-@pytest.mark.parametrize(
-    ("value", "text"), [(3.495, "3.495 s"), (0.01234, "12.34 ms"), (7.4e-5, "74 us")]
-)
-def test_times_have_a_unit_of_their_size(value, text):
-    assert benchmark.time_text(value) == text
-    assert benchmark.seconds(text) == pytest.approx(value)
+@pytest.mark.parametrize("value", [90, 3.495, 0.01234, 7.4e-5])
+def test_times_in_the_tables_are_read(value):
+    assert benchmark.seconds(time_text(value, digits=4)) == pytest.approx(value)

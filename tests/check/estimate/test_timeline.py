@@ -11,9 +11,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from flaxasync.check import CHIPS, HLO_ONLY, audit, compile_for, timeline, topology_mesh
+from flaxasync.check import CHIPS, HLO_ONLY, audit, compile_for, parse, timeline, topology_mesh
 from flaxasync.check.estimate import estimator
 from flaxasync.check.estimate.costs import KernelTime, collective_seconds
+from flaxasync.check.estimate.costs_of import costs_of
 from flaxasync.check.estimate.phases import layer_of, part_of, phase_of
 from tests.check import programs
 from tests.check.hlo_texts import LOOP, changed, module
@@ -369,6 +370,45 @@ def test_a_text_without_cycles():
     )
 
 
+SQUARE = "f32[64,64]{1,0}"
+DOT = "dot(%p, %p), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+BRANCHES = f"""
+%one (p: f32[64,64]) -> f32[64,64] {{
+  %p = {SQUARE} parameter(0)
+  ROOT %d = {SQUARE} {DOT}
+}}
+
+%two (p: f32[64,64]) -> f32[64,64] {{
+  %p = {SQUARE} parameter(0)
+  %c = {SQUARE} call(%p), to_apply=%one
+  ROOT %d = {SQUARE} {DOT}
+}}
+"""
+CALL = "call(%operand0), to_apply=%"
+BRANCH = "conditional(%operand1, %operand0, %operand0), true_computation=%one, false_computation=%"
+
+
+@pytest.mark.parametrize(
+    ("lines", "products", "runs"),
+    [
+        ([f"ROOT %a = {SQUARE} {CALL}one"], 1, {"one": 1}),
+        ([f"%a = {SQUARE} {CALL}one", f"ROOT %b = {SQUARE} {CALL}one"], 2, {"one": 2}),
+        ([f"%a = {SQUARE} {CALL}two", f"ROOT %b = {SQUARE} {CALL}one"], 3, {"two": 1, "one": 2}),
+        ([f"%a = {SQUARE} {CALL}two", f"ROOT %b = {SQUARE} {CALL}two"], 4, {"two": 2, "one": 2}),
+        # a branch may run, and one of them does
+        ([f"ROOT %a = {SQUARE} {BRANCH}two"], 2, {"one": 2, "two": 1}),
+    ],
+)
+def test_each_call_and_the_longest_branch_count(lines, products, runs):
+    text = module(*lines, wrapped=BRANCHES, inputs=(SQUARE, "pred[]"))
+    costs = costs_of(parse(text), "v5e")
+    assert costs.runs == {"e": 1} | runs
+    one = costs.total_seconds(costs.module.computations["one"])
+    found = timeline(text, "v5e")
+    assert found.seconds == pytest.approx(products * one)
+    assert found.flops == products * 2 * 64**3
+
+
 PATHS = {
     "transpose(jvp())/while/body/shard_map/all_gather_matmul_dx/window/dot": (
         "backward",
@@ -394,8 +434,16 @@ def test_operations_and_layers_are_named_by_their_paths():
     }
     assert found == PATHS
     assert phase_of("") == ""
-    path = "jit(step)/transpose(jvp(decoder))/while/body/attention/shard_map/all_gather_matmul_dx/ppermute"
-    assert layer_of(path) == "transpose(jvp(decoder))/attention/all_gather_matmul_dx"
+    path = "while/body/attention/shard_map/all_gather_matmul_dx/ppermute"
+    for around, decoder in (
+        ("jvp()", ""),
+        ("transpose(jvp())", ""),
+        ("transpose(jvp(while))", ""),
+        ("jvp(decoder)", "decoder/"),
+        ("transpose(jvp(decoder))", "decoder/"),
+    ):
+        layer = f"{decoder}attention/all_gather_matmul_dx"
+        assert layer_of(f"jit(step)/{around}/{path}") == layer
     assert layer_of("") == ""
 
 

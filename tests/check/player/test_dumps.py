@@ -2,15 +2,18 @@
 unknown operation.
 """
 
+import gc
 import json
 import pathlib
 import re
 import shutil
+import sys
 
 import pytest
 
 from flaxasync.check.player import DumpError, MeshMismatchError, UnknownOperationError, play_dump
 from flaxasync.check.player.__main__ import main
+from flaxasync.check.player.dump import Dump
 from flaxasync.check.tested_libtpu import untested
 from tests.check.programs import play_exchange
 
@@ -48,6 +51,7 @@ def double(path):
     (KERNEL, pathlib.Path.unlink, r"no bundles for exchange.1"),
     ("exchange.1-00-original.txt", pathlib.Path.unlink, r"no \*-original.txt beside it"),
     ("TLP-hlo.txt", pathlib.Path.unlink, r"lacks \*-TLP-hlo.txt"),
+    ("TLP-hlo.txt", cut, r"TLP-hlo.txt cannot be read: .*the text is empty"),
     (TOP, pathlib.Path.unlink, "final bundles of 0 programs"),
     (TOP, double, "final bundles of 2 programs"),
 ])  # fmt: skip
@@ -140,3 +144,27 @@ def test_the_command(dumps, tmp_path, capsys):
     assert re.search(
         "MeshMismatchError: .* was compiled for v5e:2x2, not for v5e:2x4", capsys.readouterr().err
     )
+
+
+def test_the_status_of_the_command_is_2_where_it_cannot_do_what_was_asked(
+    dumps, tmp_path, capsys, monkeypatch
+):
+    """1 would mean that the program is wrong."""
+    with pytest.raises(SystemExit, match="2"):
+        main([str(dumps), "--coords", "a,b"])
+    assert "--coords: invalid coordinates value: 'a,b'" in capsys.readouterr().err
+    assert main([str(dumps), "--json", str(tmp_path / "nowhere" / "r.json")]) == 2
+    assert capsys.readouterr().err.startswith("FileNotFoundError: ")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main([str(dumps), "--picture", str(tmp_path / "p.png")]) == 2
+    assert "needs matplotlib" in capsys.readouterr().err
+
+
+def test_a_dump_is_freed_after_its_simulation(dumps):
+    def in_memory():
+        gc.collect()
+        return sum(type(found) is Dump for found in gc.get_objects())
+
+    before = in_memory()
+    assert play_dump(dumps).seconds > 0
+    assert in_memory() == before

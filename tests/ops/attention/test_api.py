@@ -223,7 +223,8 @@ NOT_HERE = {"error": NotImplementedError}
         ({"k_shape": (1, 4, 3, 8)}, "got 4 heads and 3 key-value heads; use a multiple"),
         (
             {"q_shape": (1, 5, 4, 8), "layout": "zigzag"},
-            "got 5 rows a device, needed an even number; pad the sequence",
+            "layout='zigzag' gives each of 4 devices two equal chunks of the sequence: got 20 rows, "
+            "needed a multiple of 8; pad the sequence to 24",
         ),
         ({"layout": "striped"}, "layout='striped': it must be one of 'contiguous', 'zigzag'"),
         ({"window": 0}, "window to be 1 or more rows, or None: got 0"),
@@ -233,7 +234,10 @@ NOT_HERE = {"error": NotImplementedError}
             {"backend": "ring"},
             "backend='ring': it must be one of none, xla, pallas, stateful, or None to choose",
         ),
-        ({"kernel": "splash"}, "kernel='splash': it must be one of reference, flash"),
+        (
+            {"kernel": "splash"},
+            "kernel='splash': it must be one of reference, flash, a BlockKernel",
+        ),
         ({"dtype": jnp.int32}, "float64, float32, bfloat16 or float16: got int32"),
         ({"ids": jnp.ones((1, 6), jnp.int32)}, r"one segment id a row, \[1, 4\]: got \[1, 6\]"),
         ({"ids": jnp.ones((1, 4))}, "segment ids of an integer dtype: got float32"),

@@ -67,6 +67,14 @@ def test_it_is_named_where_it_can_serve_and_refused_elsewhere():
         fa.attention(q, q, q, kernel="cudnn")
 
 
+def test_it_is_among_the_names_of_an_error():
+    q = jnp.ones((1, 8, 2, 8), jnp.bfloat16)
+    with pytest.raises(
+        ValueError, match="it must be one of reference, flash, cudnn, a BlockKernel"
+    ):
+        fa.attention(q, q, q, kernel="splash")
+
+
 def test_it_has_no_place_in_a_ring():
     found = jax.make_mesh((2,), ("context",), devices=jax.devices()[:2])
     q = jnp.ones((1, 8, 2, 8), jnp.bfloat16)

@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
+from flaxasync.ops import trust
 from flaxasync.ops.experts import api, exchange
 from flaxasync.ops.experts.assignments import sort as assignments_of
 from flaxasync.ops.experts.local import ExpertBlock, Experts, _for_each
@@ -245,6 +246,11 @@ def test_no_rows_and_batches_of_rows():
         ({}, {"kernel": "fast"}, "kernel='fast'"),
         ({}, {"backend": "ring"}, "backend='ring'"),
         ({1: np.zeros((24, 2), np.float32)}, {}, "integer ids"),
+        (
+            {0: np.zeros((24, FEATURES), np.int32)},
+            {},
+            "computes in the dtype of x: got int32; cast x to a floating one",
+        ),
         ({2: np.zeros((24, 1), np.float32)}, {}, "of the same rows"),
         ({5: np.zeros((4, 16, 24), np.float32)}, {}, r"gate and up \[e, D, F\]"),
     ],
@@ -341,6 +347,32 @@ def test_an_exchange_of_a_part_of_every_expert_is_refused():
 def test_kernels_need_tpus(options):
     with pytest.raises(NotImplementedError, match="TPU kernels"):
         apply(*drawn(2 * ROWS, 4, 2, "even"), **options)
+
+
+def lowered(kernel, precision, gate=True):
+    """Returns the traced program of a call on described TPUs, whose kernels are trusted."""
+    operands = drawn(8 * 256, 8, 2, "even", features=128, hidden=128)
+    if not gate:
+        operands[3] = None
+    op = functools.partial(fa.expert_mlp, axis_name="ring", kernel=kernel, precision=precision)
+    mesh = fa.check.topology_mesh("v5e:2x4", (8,), ("ring",))
+    with jax.set_mesh(mesh), trust.trusting("predicted"):
+        mapped = jax.shard_map(op, in_specs=specs("experts"), out_specs=P("ring"))
+        return str(jax.make_jaxpr(mapped)(*operands))
+
+
+@pytest.mark.parametrize("precision", [None, "default", jax.lax.Precision.DEFAULT])
+def test_kernels_multiply_with_the_default_precision_by_any_name(precision):
+    assert "pallas_call" in lowered("grouped", precision)
+    assert "pallas_call" in lowered(None, precision)
+
+
+def test_kernels_have_no_other_precision_and_need_a_gate():
+    assert "pallas_call" not in lowered(None, "highest")
+    with pytest.raises(NotImplementedError, match="takes the default precision alone; use kernel"):
+        lowered("grouped", "highest")
+    with pytest.raises(NotImplementedError, match="takes a gate; use kernel='reference'"):
+        lowered("grouped", None, gate=False)
 
 
 def test_a_second_derivative_is_refused():

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import AxisType
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
 from flaxasync.ops import roofline
 from flaxasync.ops.matmul import fused
 from tests.grids import sparse
-from tests.kernels.conftest import as_float32, draw, simulated
+from tests.kernels.conftest import as_float32, draw
 from tests.ops.matmul.conftest import SPECS, assert_close, check_parity
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -399,6 +399,10 @@ def test_several_kernels_for_the_sums_of_a_large_block(op, monkeypatch):
             {"reduce_dtype": jnp.bfloat16},
         ),
         ("does not reach: got unroll=4; leave it out", {"unroll": 4}),
+        (
+            "rings of up to 97 devices: got an axis 'model' of size 98; use backend='xla'",
+            {"size": 98, "x": (1, 98, 128)},
+        ),
     ],
 )
 @pytest.mark.parametrize("op", OPS)
@@ -407,7 +411,8 @@ def test_a_call_that_fused_kernels_cannot_serve_is_refused_with_an_alternative(
 ):
     def trace(size=2, dtype=jnp.float32, x=(1, 32, 128), **options):
         local = functools.partial(getattr(fa, op), axis_name="model", backend="fused", **options)
-        with simulated((size,), ("model",)):
+        tpu = AbstractDevice(device_kind="TPU v5p", num_cores=2, platform="tpu")
+        with jax.sharding.use_abstract_mesh(AbstractMesh((size,), ("model",), abstract_device=tpu)):
             fn = jax.shard_map(local, in_specs=P(), out_specs=P(), check_vma=False)
             jax.eval_shape(
                 fn, jax.ShapeDtypeStruct(x, dtype), jax.ShapeDtypeStruct((128, 128), dtype)

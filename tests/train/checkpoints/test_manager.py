@@ -126,10 +126,6 @@ def test_a_write_that_fails_while_orbax_still_writes_is_a_write_error(folder, mo
     assert isinstance(failure, StorageError)
 
 
-def test_a_long_word_in_the_message_of_an_error_is_cut():
-    assert checkpoint._shorten("no " + 300 * "x") == "no " + 197 * "x" + "..."
-
-
 def test_what_orbax_says_of_files_that_disappeared_is_a_write_error_and_other_errors_are_not(
     folder,
 ):
@@ -148,10 +144,12 @@ def test_the_newest_complete_checkpoint_or_the_requested_one_is_chosen(folder):
         assert not half_written.exists(), "what a killed process leaves is removed"
         assert checkpoints.choose(None) == 10
         assert checkpoints.choose(5) == 5
-        with pytest.raises(
-            InputError, match=r"--resume must be a step that is in .*: got 7, there are 5, 10"
-        ):
-            checkpoints.choose(7)
+        for step in (7, 0):
+            with pytest.raises(
+                InputError,
+                match=rf"the step must be one that is in {folder}: got {step}, there are 5, 10",
+            ):
+                checkpoints.choose(step)
 
 
 @pytest.mark.parametrize("how", ["moved", "linked", "copied", "swapped"])
@@ -224,8 +222,25 @@ def test_folders_that_are_no_steps_are_left_alone(folder):
     with Checkpoints(folder, keep=3) as checkpoints:
         assert checkpoints.steps() == [5, 10]
     assert checkpoint._find(folder / "10") == (folder, 10)
-    with pytest.raises(InputError, match="init_from must be the workdir"):
+    with pytest.raises(InputError, match=r"must be the workdir .* there is no checkpoint in it"):
         checkpoint._find(folder / "\u00b2")
+
+
+def test_a_folder_of_checkpoints_in_the_home_folder_is_found(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    workdir = tmp_path / "run"
+    workdir.mkdir()
+    (workdir / "config.json").write_text('{"checkpoint": {"folder": "~/checkpoints"}}')
+    assert checkpoint._find(workdir) == (folder, None)
+
+
+def test_a_command_that_reads_a_damaged_checkpoint_is_told_the_one_before_it(folder):
+    shutil.rmtree(folder / "10" / "record")
+    with (
+        Checkpoints(folder, read_only=True) as checkpoints,
+        pytest.raises(InputError, match=rf"deleted\. The one before it is {folder}/5\.$"),
+    ):
+        checkpoints.record(10)
 
 
 def files_of(folder: Path) -> list[Path]:

@@ -27,7 +27,7 @@ TOKENS = np.arange(100_000) % 251
 
 
 def corpus(tokens):
-    return Corpus("text", np.asarray(tokens, np.uint8), is_text=True)
+    return Corpus("text", np.asarray(tokens, np.uint8), is_text=True, vocab_size=256)
 
 
 @pytest.fixture

@@ -115,6 +115,8 @@ def test_a_bad_preset_is_refused(content, message, tmp_path):
         ("--optimizer.clip_norm", 0.0, "optimizer.clip_norm must be above 0"),
         ("--optimizer.decay_floor", 1.5, "optimizer.decay_floor must be 0 to 1"),
         ("--model.logit_softcap", 0.0, "model.logit_softcap must be above 0, or None"),
+        ("--model.expert_width", 0, "model.expert_width must be above 0, or None: got 0"),
+        ("--model.capacity_factor", 0.0, "model.capacity_factor must be above 0, or None"),
         (
             "--model.rope_low_frequency",
             4.0,
@@ -180,6 +182,8 @@ def test_a_bad_preset_is_refused(content, message, tmp_path):
             "checkpoint.folder must be in the home folder of a user that",
         ),
         ("--workdir", "", "workdir must be a folder"),
+        ("--data.path", "", "data.path must not be empty: got ''"),
+        ("--compile_cache", "", "compile_cache must not be empty: got ''"),
         (
             "--workdir",
             "gs://a/run",
@@ -246,6 +250,20 @@ def test_a_preset_is_checked_by_types_like_the_command_line(field, value, messag
     path.write_text(f"from train.config import *\ndef one(): return Config({fields})\n")
     with pytest.raises(InputError, match=message):
         parse([str(path)])
+
+
+@pytest.mark.parametrize(
+    "options", [["--data.sources", "a", "", "1"], ["--eval.sets", "a", ""]], ids=lambda it: it[0]
+)
+def test_a_path_of_a_source_or_of_a_set_is_not_empty(options):
+    field = options[0].removeprefix("--")
+    with pytest.raises(InputError, match=f"the path of a in {field} must not be empty"):
+        parse([str(DEFAULT_PRESET), *options])
+
+
+def test_the_workdir_may_be_in_the_home_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert parse(["--workdir=~/run"]).config.workdir == f"{tmp_path}/run"
 
 
 def test_an_integer_stands_for_a_number(tmp_path):

@@ -24,10 +24,14 @@ from train.step.evaluation import Evaluation
 from train.step.mesh import make_mesh
 
 
+def windows_of(tokens, length):
+    return Windows(tokens, length, Corpus("here", tokens, is_text=False, vocab_size=2**16))
+
+
 @given(size=st.integers(0, 200), length=st.integers(1, 50))
 def test_every_token_is_a_target_of_one_window(size, length):
     tokens = np.arange(size, dtype=np.uint16)
-    windows = Windows(tokens, length)
+    windows = windows_of(tokens, length)
     targets = [int(token) for index in range(len(windows)) for token in windows[index][1:]]
     assert targets == list(range(1, 1 + len(windows) * length))
     assert size - 1 - len(targets) < length
@@ -116,7 +120,9 @@ def test_each_process_loads_the_rows_that_its_devices_hold(data, model, processe
 
 
 def test_each_epoch_has_every_window_once_in_its_own_order(config, mesh):
-    windows = Windows(np.arange(16 * 8 + 1, dtype=np.uint16), 16)  # 8 windows: two batches an epoch
+    windows = windows_of(
+        np.arange(16 * 8 + 1, dtype=np.uint16), 16
+    )  # 8 windows: two batches an epoch
     batches = TrainingBatches({"data": windows}, config, mesh)
     epochs = [[int(row[0]) // 16 for batch in take(batches, 2) for row in batch] for _ in range(6)]
     assert all(sorted(epoch) == list(range(8)) for epoch in epochs)
@@ -147,7 +153,7 @@ def test_validation_is_the_end_of_the_tokens_and_the_same_each_time(config, mesh
 
 def test_data_that_is_too_short_is_refused(config, replace):
     def corpus(size):
-        return {"data": Corpus("here", np.zeros(size, np.uint8), is_text=True)}
+        return {"data": Corpus("here", np.zeros(size, np.uint8), is_text=True, vocab_size=1)}
 
     with pytest.raises(
         InputError, match=r"one sequence of data.sequence_length \+ 1 = 17 tokens: here has 16"
@@ -175,7 +181,8 @@ def test_a_batch_of_another_size_continues_the_same_sequences(config, mesh, wind
 
 def test_several_sources_are_mixed_by_their_weights(config, mesh, replace):
     sources = {
-        name: Windows(np.full(17 * 64, value, np.uint8), 16) for name, value in (("a", 1), ("b", 2))
+        name: windows_of(np.full(17 * 64, value, np.uint8), 16)
+        for name, value in (("a", 1), ("b", 2))
     }
     config = replace(config, data={"sources": (("a", "", 3.0), ("b", "", 1.0))})
     taken = np.concatenate(take(TrainingBatches(sources, config, mesh), 10))[:, 0]

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from train import export_checkpoint, import_checkpoint, sample
-from train.lifecycle.errors import InputError, cut, exit_code, listed, one_line
+from train.lifecycle.errors import InputError, cut, exit_code, one_line
 
 
 def run(error):
@@ -152,8 +152,7 @@ def test_a_text_that_the_encoding_lacks_or_nobody_reads_ends_nothing():
     assert (child.returncode, out) == (2, b"\\u2502 caf\xe9\n")
 
 
-def test_a_long_list_or_value_in_a_message_is_cut():
-    assert listed(range(10)) == "0, 1, 2, 3, 4, 5, 6, 7, 8, 9"
-    assert listed(range(3000), "; ") == "0; 1; 2; 3; 4; 5; 6; 7; 8; 9; and 2,990 more"
+def test_a_long_value_in_a_message_is_cut():
     assert cut("a\nb" * 100) == repr("a\nb" * 100)[:200] + "..."
     assert one_line("a\n b") == "a b"
+    assert one_line("no " + 300 * "x") == "no " + 197 * "x" + "..."

@@ -111,7 +111,7 @@ def test_a_step_that_does_not_fit_or_cannot_be_compiled_has_no_estimate(
     config, mesh, monkeypatch, capsys
 ):
     with monkeypatch.context() as patched:
-        patched.setattr(form_module, "host_bytes", lambda: 0)
+        patched.setattr(form_module, "host_memory", lambda: 0)
         memory = types.SimpleNamespace(host_temp_size_in_bytes=2**30)
         step = mock.Mock(**{"memory_analysis.return_value": memory})
         patched.setattr(form_module, "Trainer", mock.Mock())

@@ -4,7 +4,6 @@ are saved.
 
 import contextlib
 import dataclasses
-import functools
 import re
 import threading
 import time
@@ -13,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from flaxasync.check.progress import progress
+from flaxasync.check import progress
 from tests.train.metrics.test_recorder import Lines
 from train.checkpoints.manager import Checkpoints
 from train.checkpoints.record import identify_run
@@ -21,7 +20,6 @@ from train.checkpoints.saver import Saver
 from train.config import Config, DataConfig, MeshConfig
 from train.data.batches import TrainingBatches, split
 from train.data.corpus import open_corpora
-from train.lifecycle import training as training_module
 from train.lifecycle.errors import DivergedError
 from train.lifecycle.stopping import StopRequest, Watchdog
 from train.lifecycle.training import Loop, Profiler, changed_fields
@@ -49,16 +47,11 @@ def make_loop(mesh, trainer_of, opened, tmp_path):
         )
         events, watchdog = Events(None), Watchdog(0, tmp_path / "stacks.txt")
         return Loop(
-            config,
-            trainer,
             trainer.compile_train_step(),
             trainer.compile_eval_step() if config.eval.every else None,
-            batches,
             Evaluation(validation, config, mesh),
             Saver(config, checkpoints, batches, recorder, events, identity, watchdog, lambda: None),
-            recorder,
             opened.enter_context(StopRequest(shared=False)),
-            watchdog,
             Profiler(config.profile, tmp_path / "profile", events),
         )
 
@@ -78,29 +71,29 @@ def steps(opened, tmp_path):
 
 
 def test_every_step_has_a_line_and_checkpoints_and_validations_follow_their_intervals(
-    config, make_loop, steps
+    config, make_loop, trainer, steps
 ):
     loop = make_loop(dataclasses.replace(config, steps=12), sink := Lines())
-    assert loop.run(loop.trainer.init(), start=0) == 12
+    assert loop.run(trainer.init(), start=0) == 12
     assert [line["step"] for line in sink.lines] == list(range(1, 13))
     assert [line["step"] for line in sink.lines if "validation_loss" in line] == [10, 12]
     assert steps() == [5, 10, 12]
 
 
 def test_slow_first_steps_say_how_many_are_done_until_the_first_report(
-    config, make_loop, monkeypatch, capsys
+    config, make_loop, trainer, monkeypatch, capsys
 ):
     """Of steps 4, 5 and 6, the report at step 6 has the first ones, because a report is an interval
     late.
     """
-    monkeypatch.setattr(training_module, "progress", functools.partial(progress, silent=0.1))
+    monkeypatch.setattr(progress, "SILENT_SECONDS", 0.1)
     loop = make_loop(dataclasses.replace(config, steps=12))
 
     def slow_step(state, *batch):
         time.sleep(0.3 if state.step < 6 else 0)
         return loop.train_step(state, *batch)
 
-    state = dataclasses.replace(loop.trainer.init(), step=jnp.int32(3))
+    state = dataclasses.replace(trainer.init(), step=jnp.int32(3))
     dataclasses.replace(loop, train_step=slow_step).run(state, start=3)
     lines = [line for line in capsys.readouterr().err.splitlines() if "training" in line]
     said = r"flaxasync: training, \d of the 3 steps before the first report are done, \d s so far"
@@ -119,7 +112,7 @@ def test_a_start_prints_what_differs_from_the_defaults():
     }
 
 
-def runs_ahead(loop, train_step, *, until: int, seconds: float) -> bool:
+def runs_ahead(loop, state, train_step, *, until: int, seconds: float) -> bool:
     """Says whether the host dispatches step `until` before the devices have finished the first
     step.
 
@@ -146,7 +139,6 @@ def runs_ahead(loop, train_step, *, until: int, seconds: float) -> bool:
         out_specs=jax.P(),
         check_vma=False,
     )
-    state = loop.trainer.init()
     state = dataclasses.replace(state, step=jax.jit(delay)(state.step))
     dataclasses.replace(loop, train_step=count_and_dispatch).run(state, start=0)
     assert len(in_time) == jax.device_count(), "every device waits for the host once"
@@ -161,7 +153,7 @@ def runs_ahead(loop, train_step, *, until: int, seconds: float) -> bool:
     ),
 ])  # fmt: skip
 def test_the_host_dispatches_two_intervals_before_it_waits(
-    waits, until, ahead, config, make_loop, replace
+    waits, until, ahead, config, make_loop, trainer, replace
 ):
     """Neither a call of the compiled step nor the loading of a batch waits for the devices."""
     loop = make_loop(
@@ -172,17 +164,18 @@ def test_the_host_dispatches_two_intervals_before_it_waits(
         return jax.block_until_ready(loop.train_step(*arguments))
 
     step = waiting_step if waits else loop.train_step
-    assert runs_ahead(loop, step, until=until, seconds=60 if ahead else 0.5) == ahead
+    seconds = 60 if ahead else 0.5
+    assert runs_ahead(loop, trainer.init(), step, until=until, seconds=seconds) == ahead
 
 
-def test_a_stop_saves_the_current_step(config, make_loop, steps):
+def test_a_stop_saves_the_current_step(config, make_loop, trainer, steps):
     loop = make_loop(config, Lines(on_write=lambda: loop.stop._note(15, None)))
-    step = loop.run(loop.trainer.init(), start=0)
+    step = loop.run(trainer.init(), start=0)
     assert step == 4, "the first report, which has the steps up to 2, comes in step 4"
     assert steps() == [4]
 
 
-def test_a_loss_that_is_not_finite_is_never_saved(config, make_loop, replace, steps):
+def test_a_loss_that_is_not_finite_is_never_saved(config, make_loop, trainer, replace, steps):
     loop = make_loop(replace(config, checkpoint={"every": 1}), sink := Lines())
     done = []
 
@@ -196,7 +189,7 @@ def test_a_loss_that_is_not_finite_is_never_saved(config, make_loop, replace, st
         return loop.train_step(state, *batch)
 
     with pytest.raises(DivergedError) as error:
-        dataclasses.replace(loop, train_step=spoil).run(loop.trainer.init(), start=0)
+        dataclasses.replace(loop, train_step=spoil).run(trainer.init(), start=0)
     assert error.value.step == 4
     assert steps() == [1, 2, 3]
     assert [line["step"] for line in sink.lines] == [1, 2, 3, 4]

@@ -109,8 +109,8 @@ def test_gradients_are_scaled_down_to_the_norm():
     np.testing.assert_allclose(moments[0], 0.1 * 0.5, rtol=1e-5)
 
 
-def judge_all(config, norms, loss=1.0):
-    guard, skipped = init_guard(), []
+def judge_all(config, norms, loss=1.0, applied=0):
+    guard, skipped = init_guard()._replace(applied=jnp.int32(applied)), []
     for norm in norms:
         skip, guard = judge(guard, jnp.float32(loss), jnp.float32(norm), config)
         skipped.append(bool(skip))
@@ -140,6 +140,16 @@ def test_a_spike_is_skipped_once_the_usual_norm_is_known():
     assert not any(judge_all(SkipConfig(spike_factor=10.0), [*usual[1:], 100.0])[0]), (
         "one step too early"
     )
+
+
+@pytest.mark.parametrize("config", [SkipConfig(spike_factor=5.0), SkipConfig(nonfinite=True)])
+def test_a_run_that_begins_to_skip_where_it_continues_learns_its_usual_norm_first(config):
+    """The guard is that which `Trainer.complete` gives to a checkpoint of 100 steps without one."""
+    skipped, guard = judge_all(config, [2.0, 3.0, 2.0], applied=100)
+    assert skipped == [False] * 3
+    assert float(guard.norm) == pytest.approx(2.0, rel=0.02)
+    assert int(guard.applied) == 103
+    assert judge_all(config, [2.0, 100.0], applied=100)[0] == [False, config.spike_factor > 0]
 
 
 @pytest.mark.slow

@@ -113,6 +113,23 @@ def test_master_copies_keep_updates_that_bfloat16_rounds_away(config, mesh, repl
     assert moved[False] < 1e-6 or moved[False] > 3e-3
 
 
+@pytest.mark.parametrize("optimizer", [{}, {"master_copies": True}])
+def test_a_run_takes_parameters_of_another_type_in_its_own(config, mesh, replace, optimizer):
+    own = replace(config, model={"param_dtype": "bfloat16"}, optimizer=optimizer)
+    trainer = Trainer(own, mesh)
+    wanted = trainer.abstract_state()
+    dtype = jnp.dtype("float32" if optimizer else "bfloat16")
+    assert {leaf.dtype for leaf in jax.tree.leaves(wanted.params)} == {dtype}
+    for given in (jnp.float32, jnp.bfloat16):
+        params = jax.tree.map(
+            lambda leaf: jnp.ones(leaf.shape, given, device=leaf.sharding), wanted.params
+        )
+        made = trainer.start_from(params)
+        assert [leaf.dtype for leaf in jax.tree.leaves(made)] == [
+            leaf.dtype for leaf in jax.tree.leaves(wanted)
+        ]
+
+
 @pytest.mark.slow
 def test_a_first_moment_in_bfloat16_trains_as_one_in_float32_does(config, mesh, replace, batch):
     losses = {}

@@ -7,7 +7,6 @@ of a run that was never disturbed, and no step, line or complete checkpoint is l
 the tests in the other files of this folder, and in test_resume.py and test_distributed.py.
 """
 
-import inspect
 from pathlib import Path
 
 from tests.train.lifecycle import test_distributed, test_resume  # noqa: F401
@@ -29,8 +28,6 @@ def test_the_table_in_the_document_has_these_rows():
         for line in text.splitlines()
         if line.startswith("| ")
     ]
-    documented = {name: file for _, name, *_, file, _ in lines if name != "Fault"}
-    assert documented == {
-        name: f"`{Path(inspect.getfile(test)).name}`" for name, test in ROWS.items()
-    }
+    documented = [name for _, name, *_ in lines if name != "Fault"]
+    assert sorted(documented) == sorted(ROWS)
     assert len(documented) >= 30

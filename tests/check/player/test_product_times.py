@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.programs import array
 from flaxasync.check import CHIPS, compile_for, parse, play, timeline, topology_mesh
-from flaxasync.check.player.products import product_times
+from flaxasync.check.player.product_times import product_times
 from flaxasync.check.player.simulation import Simulation
 
 SIZE = 2048

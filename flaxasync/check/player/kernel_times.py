@@ -11,15 +11,16 @@ meanwhile. The two halves of a start/done pair between devices are one program, 
 stands between them: their time is that of the transfer.
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
-import importlib.metadata
 import json
 import os
 import pathlib
 import re
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -29,7 +30,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from flaxasync.check.compile.compile_for import CompilerThreads, compile_for
+from flaxasync import hardware
+from flaxasync.check.compile.compile_for import FLAGS, CompilerThreads, compile_for
 from flaxasync.check.compile.program import CompiledProgram
 from flaxasync.check.compile.topologies import places_of, topology_devices
 from flaxasync.check.estimate.costs import KernelTime
@@ -40,8 +42,10 @@ from flaxasync.check.hlo.shapes import HBM, SEMAPHORE, SMEM, VMEM, Shape
 from flaxasync.check.player.errors import PlayerError, first_sentence
 from flaxasync.check.player.memory import integer_elements
 from flaxasync.check.player.play import play_dump
+from flaxasync.check.player.result import Result
 from flaxasync.check.player.transfers import UNKNOWN_SCALARS
 from flaxasync.check.progress import progress
+from flaxasync.check.tested_libtpu import installed_libtpu
 from flaxasync.hardware import CHIPS, DEVICES_PER_CHIP
 
 # Kernels that are simulated at a time: the compiler of one works in a process of its own while the
@@ -49,6 +53,8 @@ from flaxasync.hardware import CHIPS, DEVICES_PER_CHIP
 AT_ONCE = 2
 # the environment variable that names another folder for the times of kernels
 VARIABLE = "FLAXASYNC_PLAYED_KERNELS"
+# the folders of `flaxasync.check` on which a simulated time depends
+_SOURCES = ("compile", "estimate", "hlo", "player")
 _CALL = "tpu_custom_call"
 # (kernel, shape of an integer operand) -> elements
 type Given = Callable[[str, tuple[int, ...]], Sequence[int] | None]
@@ -145,16 +151,16 @@ def _time_of(
 ) -> KernelTime:
     """Returns the time of a kernel that the cache has, or else simulates it and keeps its time."""
     file = _cache_file(program, kernel)
-    if file.exists():
+    with contextlib.suppress(FileNotFoundError, ValueError):  # there is none, or it is damaged
         return KernelTime(**json.loads(file.read_text()))
     if say is not None:
         say(title)
     with progress(title):
         time = _simulate(program, kernel)
     file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_suffix(f".{os.getpid()}")
+    partial = file.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
     partial.write_text(json.dumps(dataclasses.asdict(time)))
-    partial.replace(file)  # so that another process never reads a part of it
+    partial.replace(file)  # so that no process or thread ever reads a part of it
     return time
 
 
@@ -274,17 +280,20 @@ def _simulate(program: CompiledProgram, kernel: Kernel) -> KernelTime:
         compiled = compile_for(program.topology, mapped, *arguments, keep_dumps=folder)
         result = play_dump(folder, topology=program.topology, coords=compiled.coords)
     names = [i.name for i in parse(compiled.text).instructions if i.custom_call_target == _CALL]
-    # of each device: that of the kernel, or those of the start and the done of a pair
+    return _time_in(result, names, 1 if kernel.done is None else 2)
+
+
+def _time_in(result: Result, names: Sequence[str], calls: int) -> KernelTime:
+    """Returns the time on the slowest device of a kernel, or of the two calls of a pair."""
     phases = [
         [phase for phase in device.phases if phase.name in names] for device in result.devices
     ]
-    calls = 1 if kernel.done is None else 2
     if any(len(of_device) != calls for of_device in phases):
         counts = sorted({len(of_device) for of_device in phases})
         raise PlayerError(f"a device ran {counts} kernels where the program has {calls}")
     guesses = tuple(f"{name}: {UNKNOWN_SCALARS}" for name in names)
     guessed = any(note.startswith(guesses) for note in result.notes)
-    if kernel.done is not None:
+    if calls == 2:  # from the begin of the start to the end of the done
         seconds = max(done.start + done.seconds - start.start for start, done in phases)
         return KernelTime(seconds, 0.0, guessed)
     slowest = max((phase for (phase,) in phases), key=lambda phase: phase.seconds)
@@ -312,14 +321,22 @@ def _type(shape: Shape) -> jax.ShapeDtypeStruct:
 
 
 def _cache_file(program: CompiledProgram, kernel: Kernel) -> pathlib.Path:
-    key = repr((kernel, program.topology, program.coords, _versions()))
+    key = repr((kernel, program.topology, program.coords, simulator()))
     base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     folder = os.environ.get(VARIABLE) or pathlib.Path(base) / "flaxasync" / "played-kernels"
     return pathlib.Path(folder).expanduser() / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
 
 
+def simulator() -> tuple[str, ...]:
+    """Returns what every simulated time depends on: the version and the flags of libtpu, and a
+    digest of our sources.
+    """
+    return installed_libtpu(), os.environ.get(FLAGS["TPU"], ""), _digest()
+
+
 @functools.cache
-def _versions() -> tuple[str, ...]:
-    sources = sorted(pathlib.Path(__file__).parent.glob("*.py"))
-    digest = hashlib.sha256("\n".join(file.read_text() for file in sources).encode()).hexdigest()
-    return importlib.metadata.version("libtpu"), digest
+def _digest() -> str:
+    check = pathlib.Path(__file__).parents[1]
+    sources = [file for folder in _SOURCES for file in sorted((check / folder).glob("*.py"))]
+    texts = [file.read_text() for file in (*sources, pathlib.Path(hardware.__file__))]
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()

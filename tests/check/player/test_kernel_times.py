@@ -1,9 +1,12 @@
 """Kernels of a compiled program, each simulated once: `fa.check.timeline(program, kernels="play")`."""
 
 import dataclasses
+import importlib.metadata
 import json
+import pathlib
 import threading
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -18,16 +21,18 @@ from benchmarks import tp_mlp
 from benchmarks.programs import array
 from flaxasync.check import parse
 from flaxasync.check.hlo.shapes import HBM, VMEM, Shape
-from flaxasync.check.player import kernels
+from flaxasync.check.player import kernel_times
 from flaxasync.check.player.play import play_dump
 from flaxasync.kernels.gemm import Tiles, gemm
 from flaxasync.transport import direct
 from tests.check.programs import on_all_devices
 
+ONE_CHIP = types.SimpleNamespace(chip="v5e", topology="v5e:1x1", coords=((0, 0, 0),))
+
 
 @pytest.fixture(autouse=True)
 def folder_of_times(tmp_path, monkeypatch):
-    monkeypatch.setenv(kernels.VARIABLE, str(tmp_path / "times"))
+    monkeypatch.setenv(kernel_times.VARIABLE, str(tmp_path / "times"))
 
 
 def test_operands_of_every_type():
@@ -39,7 +44,7 @@ def test_operands_of_every_type():
         "pred": "bool",
     }
     for short, dtype in types.items():
-        assert kernels._type(Shape(short, (8, 128))) == jax.ShapeDtypeStruct(
+        assert kernel_times._type(Shape(short, (8, 128))) == jax.ShapeDtypeStruct(
             (8, 128), jnp.dtype(dtype)
         )
 
@@ -57,7 +62,7 @@ backend_config={"custom_call_config":{"body":"x","output_memory_space_colors":[]
 
 
 def test_operands_and_results_stay_in_the_memory_in_which_the_program_has_them():
-    ((_, kernel),) = kernels._kernels(parse(PLACED), lambda kernel, shape: None)
+    ((_, kernel),) = kernel_times._kernels(parse(PLACED), lambda kernel, shape: None)
     call = json.loads(kernel.config)["custom_call_config"]
     assert call["input_memory_space_colors"] == [
         {"operand_index": 0, "color": HBM},
@@ -88,15 +93,61 @@ def test_two_kernels_are_simulated_at_a_time_and_equal_ones_once(monkeypatch):
 
     def simulate(program, kernel):
         both.wait()
-        return kernels.KernelTime(1.0, 0.5)
+        return kernel_times.KernelTime(1.0, 0.5)
 
-    monkeypatch.setattr(kernels, "_simulate", simulate)
+    monkeypatch.setattr(kernel_times, "_simulate", simulate)
     said = []
-    program = types.SimpleNamespace(chip="v5e", topology="v5e:1x1", coords=((0, 0, 0),))
-    times, notes = kernels.kernel_times(program, parse(REPEATED), said.append)
-    assert times == dict.fromkeys(("once", "other", "again"), kernels.KernelTime(1.0, 0.5))
+    times, notes = kernel_times.kernel_times(ONE_CHIP, parse(REPEATED), said.append)
+    assert times == dict.fromkeys(("once", "other", "again"), kernel_times.KernelTime(1.0, 0.5))
     assert notes == ()
     assert sorted(said) == ["kernel 1 of 2: once", "kernel 2 of 2: other"]
+
+
+def test_a_time_is_kept_by_the_compiler_its_flags_and_the_chips(tmp_path, monkeypatch):
+    kept = {kernel_times._cache_file(ONE_CHIP, None)}
+    assert kept == {kernel_times._cache_file(ONE_CHIP, None)}
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_scoped_vmem_limit_kib=98304")
+    kept.add(kernel_times._cache_file(ONE_CHIP, None))
+    changed = tmp_path / "hardware.py"
+    changed.write_text("hbm_efficiency = 0.85")
+    monkeypatch.setattr(kernel_times, "hardware", types.SimpleNamespace(__file__=str(changed)))
+    monkeypatch.setattr(kernel_times, "_digest", kernel_times._digest.__wrapped__)
+    kept.add(kernel_times._cache_file(ONE_CHIP, None))
+
+    def not_found(package):
+        raise importlib.metadata.PackageNotFoundError(package)
+
+    # a nightly build of libtpu has another name
+    monkeypatch.setattr(importlib.metadata, "version", not_found)
+    kept.add(kernel_times._cache_file(ONE_CHIP, None))
+    assert len(kept) == 4
+
+
+def test_a_damaged_file_of_a_time_is_made_again(monkeypatch):
+    time = kernel_times.KernelTime(1.0, 0.5)
+    monkeypatch.setattr(kernel_times, "_simulate", lambda program, kernel: time)
+    said = []
+    kernel_times._time_of(ONE_CHIP, None, "first", said.append)
+    kernel_times._cache_file(ONE_CHIP, None).write_text("{")
+    assert kernel_times._time_of(ONE_CHIP, None, "again", said.append) == time
+    assert kernel_times._time_of(ONE_CHIP, None, "kept", said.append) == time
+    assert said == ["first", "again"]
+
+
+def test_two_threads_can_keep_the_time_of_one_kernel(monkeypatch):
+    both = threading.Barrier(2, timeout=60)
+    replace = pathlib.Path.replace
+
+    def replace_together(partial, file):
+        both.wait()
+        return replace(partial, file)
+
+    monkeypatch.setattr(pathlib.Path, "replace", replace_together)
+    time = kernel_times.KernelTime(1.0, 0.5)
+    monkeypatch.setattr(kernel_times, "_simulate", lambda program, kernel: time)
+    with ThreadPoolExecutor(2) as pool:
+        made = [pool.submit(kernel_times._time_of, ONE_CHIP, None, "", None) for _ in range(2)]
+    assert [future.result() for future in made] == [time, time]
 
 
 def product(x, w):
@@ -192,7 +243,9 @@ def test_the_estimate_with_simulated_kernels_is_close_to_the_simulation_of_the_w
         "the second time they come from the cache"
     )
     other = dataclasses.replace(program, coords=program.coords[::-1])
-    monkeypatch.setattr(kernels, "_simulate", lambda program, kernel: kernels.KernelTime(1.0, 0.5))
+    monkeypatch.setattr(
+        kernel_times, "_simulate", lambda program, kernel: kernel_times.KernelTime(1.0, 0.5)
+    )
     assert fa.check.timeline(other, kernels="play").seconds > 1, "other chips are simulated anew"
 
 
@@ -201,7 +254,7 @@ def test_a_kernel_that_cannot_be_simulated_takes_its_estimate_and_is_named(layer
     def refuse(program, kernel):
         raise RuntimeError("no such chip\nand more")
 
-    monkeypatch.setattr(kernels, "_simulate", refuse)
+    monkeypatch.setattr(kernel_times, "_simulate", refuse)
     program, _ = layer
     timeline = fa.check.timeline(program, kernels="play")
     assert timeline.seconds == fa.check.timeline(program, copies="simulated").seconds
@@ -247,7 +300,7 @@ def test_of_two_cores_one_is_simulated_and_of_two_devices_none(topology, note):
     assert ("played" in timeline.slowest.sources) == topology.startswith("v5p")
 
 
-def compiled(steps, folder=False, dtype=jnp.int32, *, argument=False):
+def compiled(steps, folder=None, dtype=jnp.int32, *, argument=False):
     """Compiles a kernel whose steps look up in a table whether they multiply; the first two of a
     constant table do.
     """

@@ -17,15 +17,10 @@ from flaxasync.check.compile.program import CompiledProgram
 from flaxasync.check.estimate.costs import Costs
 from flaxasync.check.estimate.product_flops import flops_of
 from flaxasync.check.hlo.module import HloModule, Instruction
-from flaxasync.check.hlo.shapes import HBM, SMEM, VMEM
-from flaxasync.check.player.chips import (
-    chip_grid,
-    places_of_partitions,
-    played_chip,
-)
+from flaxasync.check.player.chips import chip_grid, places_of_partitions, played_chip
 from flaxasync.check.player.dump import read_dump
 from flaxasync.check.player.errors import PlayerError, UnsimulatedError, first_sentence
-from flaxasync.check.player.memory import padded_bytes
+from flaxasync.check.player.memory import SPACES, padded_bytes
 from flaxasync.check.player.prepared import PreparedProgram, prepare_instruction
 from flaxasync.check.player.simulation import Simulation
 from flaxasync.check.player.state import State
@@ -34,7 +29,6 @@ from flaxasync.hardware import CHIPS, DEVICES_PER_CHIP, Chip
 
 # the bytes of the table that the program of a product may read beside its operands
 _TABLE_BYTES = 1 << 20
-_SPACES = {HBM: "hbm", VMEM: "vmem", SMEM: "smem"}
 
 
 def product_times(
@@ -130,8 +124,8 @@ def _addresses(state: State, product: Instruction) -> list[int]:
     for value in (*product.inputs, product):
         for _, leaf in value.shape.leaves():
             address = 0
-            if leaf.memory_space in _SPACES:
-                space = _SPACES[leaf.memory_space]
+            if leaf.memory_space in SPACES:
+                space = SPACES[leaf.memory_space]
                 address = state.addresses.new(space, padded_bytes(leaf), value.name).address
             addresses.append(address)
     table = state.addresses.new("hbm", _TABLE_BYTES, f"the table of {product.name}")
