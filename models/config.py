@@ -334,7 +334,14 @@ def _check_experts(config: TransformerConfig, devices: int) -> None:
         raise ValueError(
             "mlp_bias is for a dense MLP, and experts have no biases: use mlp_bias=False"
         )
+    if config.capacity_factor is not None and not config.capacity_factor > 0:
+        raise ValueError(
+            "capacity_factor must be above 0, or None to drop nothing: got "
+            f"{config.capacity_factor}"
+        )
     width = config.expert_features
+    if width < 1:
+        raise ValueError(f"expert_width must be 1 or more, or None for mlp_width: got {width}")
     name = "mlp_width" if config.expert_width is None else "expert_width"
     if config.experts < devices and width % devices:
         raise ValueError(

@@ -89,8 +89,9 @@ def main(arguments: list[str] | None = None) -> int:
                 check.save_trace(t, chosen.trace)
             if chosen.picture:
                 check.save_picture(t, chosen.picture)
-    except OSError as error:  # which names the file
-        print(error, file=sys.stderr)
+    except OSError as error:
+        named = "" if error.filename else f"{chosen.file}: "
+        print(f"{named}{error}", file=sys.stderr)
         return 2
     except ValueError as error:
         print(f"{chosen.file}: {error}", file=sys.stderr)

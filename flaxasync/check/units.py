@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 # Each unit, and how many of it are one of the next.
 _SIZES = (("B", 1024), ("KiB", 1024), ("MiB", 1024), ("GiB", 1024), ("TiB", math.inf))
-_TIMES = (("us", 1000), ("ms", 1000), ("s", 60), ("min", math.inf))
+_TIMES = (("us", 1000), ("ms", 1000), ("s", 60), ("min", 60), ("h", math.inf))
 
 
 def size_text(count: float) -> str:
@@ -26,6 +26,8 @@ def _in_a_unit(number: float, units: Iterable[tuple[str, float]], digits: int) -
     text = ""
     for name, of_next in units:
         text = f"{number:.{digits}g}"
+        if of_next == math.inf and number >= 1000:
+            text = f"{number:.0f}"
         if float(text) < of_next:
             return f"{text} {name}"
         number = max(number / of_next, 1)  # what is rounded up to the next unit is one of it

@@ -117,11 +117,11 @@ def decide(
         raise ValueError(f"{op} needs unroll to be 1 or more: got {unroll}")
     if requested is not None:
         _check_named(op, requested, check)
-    may_keep = _fits(ring, shapes, 1 if quantization else itemsize, gathered_bytes)
+    may_keep = _gathered_fits(ring, shapes, 1 if quantization else itemsize, gathered_bytes)
     found = None
     if requested is None or may_keep:  # a plan also says whether a named backend gains by keeping
         options["itemsize"] = itemsize
-        if gathered_bytes:
+        if op == "all_gather_matmul":
             options["gathered_bytes"] = gathered_bytes
         if quantization is not None:
             options["quantization"] = quantization
@@ -240,11 +240,13 @@ def _plan(
     return plan(op, *shapes, chip=chip, ring=ring, **options)
 
 
-def _fits(ring: int | tuple[int, int], shapes: Sequence[Shape], itemsize: int, limit: int) -> bool:
-    """Says whether all_gather(x) of the first shape is not empty, and no more than `limit` bytes."""
+def _gathered_fits(
+    ring: int | tuple[int, int], shapes: Sequence[Shape], itemsize: int, most_bytes: int
+) -> bool:
+    """Says whether all_gather(x) of the first shape is not empty, and of at most so many bytes."""
     if not isinstance(ring, int) or ring == 1 or not shapes:
         return False
-    return 0 < ring * math.prod(shapes[0]) * itemsize <= limit
+    return 0 < ring * math.prod(shapes[0]) * itemsize <= most_bytes
 
 
 def _fastest(

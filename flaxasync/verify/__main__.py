@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
         machine["devices"],
         quick=chosen.quick,
         only=only,
-        rehearse=setup.rehearse is not None,
+        rehearse=bool(setup.rehearse),
     )
     results = verify(cases, machine, setup)
     print(summarize(results, machine))

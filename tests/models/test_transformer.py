@@ -380,6 +380,12 @@ TWO_AXES, THREE_AXES = {"data": 2, "model": 4}, {"data": 1, "context": 4, "model
             "got mlp_width=25 for experts=2 on 4 devices; use 28",
         ),
         (
+            {"experts": 4, "expert_width": 0},
+            8,
+            TWO_AXES,
+            "expert_width must be 1 or more, or None for mlp_width: got 0",
+        ),
+        (
             {"experts": 4, "shared_expert_width": 6},
             8,
             TWO_AXES,
@@ -390,6 +396,12 @@ TWO_AXES, THREE_AXES = {"data": 2, "model": 4}, {"data": 1, "context": 4, "model
             8,
             TWO_AXES,
             "experts have no biases: use mlp_bias=False",
+        ),
+        (
+            {"experts": 4, "capacity_factor": 0.0},
+            8,
+            TWO_AXES,
+            "capacity_factor must be above 0, or None .*: got 0.0",
         ),
         ({"gathered_mib": -1}, 8, TWO_AXES, "gathered_mib must be 0 or more: got -1"),
         (

@@ -298,7 +298,7 @@ class Checkpoints:
         earlier = [other for other in self.steps() if other < step]
         advice = "There is none before it"
         if earlier and self._read_only:
-            advice = f"The one before it is {self.path(earlier[-1])}"
+            advice = f"The one before it is of step {earlier[-1]}, {self.path(earlier[-1])}"
         elif earlier:
             advice = (
                 f"Run again with --resume {earlier[-1]} to continue from there; later ones are "

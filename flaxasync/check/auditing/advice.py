@@ -123,7 +123,7 @@ def _beside(work: IndependentWork, i: Instruction, kind: str) -> Advice:
         return Advice(f"nothing that is known shortens it on {chip.name} where it is", 0.0)
     free, gain = _hidden(work, i)
     if not free:
-        return Advice("nothing independent is there to run beside it", 0.0)
+        return Advice(f"nothing independent is there to run beside it; {does}", 0.0)
     text = f"run it beside {free[0].name}, on which it does not depend: {does}"
     return Advice(text, gain)
 

@@ -298,13 +298,19 @@ def lent_process(kind: str = "TPU", *, dumps: bool = False) -> Iterator[Compiler
     _lent[process] = threading.get_ident()
     try:
         yield process
-    except BaseException as error:
-        if not isinstance(error, Exception):  # its answer may still come, and be taken for the next
-            process.close()
+    except Exception:  # the compiler refused, or died, which the loop above will find
+        _take_back(process, idle)
         raise
-    finally:  # also one that has ended, which the loop above will find
+    except BaseException:  # its answer may still come, and would be taken for the next one
         del _lent[process]
-        idle.append(process)
+        process.close()
+        raise
+    _take_back(process, idle)
+
+
+def _take_back(process: CompilerProcess, idle: list[CompilerProcess]) -> None:
+    del _lent[process]
+    idle.append(process)
 
 
 class CompilerThreads:

@@ -41,9 +41,12 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"wrote {file}", file=sys.stderr)
             return 0
         comparison = compare(read_baseline(file), program)
-    except OSError as error:  # which names the file
-        is_new = isinstance(error, FileNotFoundError) and file == chosen.baseline
-        print(f"{error}{': --update makes it' * is_new}", file=sys.stderr)
+    except OSError as error:
+        named = "" if error.filename else f"{file}: "
+        advice = ""
+        if isinstance(error, FileNotFoundError) and file == chosen.baseline:
+            advice = ": --update makes it"
+        print(f"{named}{error}{advice}", file=sys.stderr)
         return 2
     except ValueError as error:
         print(f"{file}: {error}", file=sys.stderr)

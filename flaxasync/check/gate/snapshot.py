@@ -97,7 +97,8 @@ def summarize(
             _add(rows, CALLBACKS, callback_name(i), costs.runs[i.computation.name], [i])
     for found in audit(source, chip=named).findings:
         if found.severity == Severity.ERROR or found.code == COPIES:
-            i = module.computations[found.computation].by_name[found.instruction]
+            computation = module.computations[found.computation]
+            i = computation.by_name.get(found.instruction, computation.root)
             _add(rows, found.code, CODES[found.code].meaning, found.count, [i])
     if hasattr(compiled, "memory_analysis"):  # a text does not say it, and some backends do not
         temporaries = getattr(compiled.memory_analysis(), "temp_size_in_bytes", None)

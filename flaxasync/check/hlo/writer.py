@@ -33,7 +33,8 @@ def _format_computation(computation: Computation) -> str:
     parameters = [computation.parameters[n] for n in sorted(computation.parameters)]
     signature = ", ".join(f"{p.name}: {p.shape.without_layout()}" for p in parameters)
     result = computation.root.shape.without_layout()
-    head = f"{'ENTRY ' * computation.is_entry}%{computation.name} ({signature}) -> {result} {{"
+    entry = "ENTRY " if computation.is_entry else ""
+    head = f"{entry}%{computation.name} ({signature}) -> {result} {{"
     lines = [head, *(f"  {_format_instruction(i)}" for i in computation.instructions)]
     thread = computation.execution_thread
     lines.append("}" if thread == "main" else f'}}, execution_thread="{thread}"')
@@ -43,7 +44,8 @@ def _format_computation(computation: Computation) -> str:
 def _format_instruction(instruction: Instruction) -> str:
     inside = instruction.literal or ", ".join(f"%{operand}" for operand in instruction.operands)
     attributes = "".join(f", {key}={value}" for key, value in instruction.attributes.items())
+    root = "ROOT " if instruction.is_root else ""
     return (
-        f"{'ROOT ' * instruction.is_root}%{instruction.name} = {instruction.shape} "
+        f"{root}%{instruction.name} = {instruction.shape} "
         f"{instruction.opcode}({inside}){attributes}"
     )

@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
     except UnsimulatedError as error:
         print(f"cannot be simulated: {error}", file=sys.stderr)
         return 2
-    except (PlayerError, OSError, ImportError) as error:
+    except (PlayerError, OSError, ValueError, ImportError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         if isinstance(error, ProtocolError):
             return 1

@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import importlib.util
 import json
 import os
 import pathlib
@@ -151,7 +152,9 @@ def _time_of(
 ) -> KernelTime:
     """Returns the time of a kernel that the cache has, or else simulates it and keeps its time."""
     file = _cache_file(program, kernel)
-    with contextlib.suppress(FileNotFoundError, ValueError):  # there is none, or it is damaged
+    with contextlib.suppress(
+        FileNotFoundError, ValueError, TypeError
+    ):  # there is none, or it is damaged
         return KernelTime(**json.loads(file.read_text()))
     if say is not None:
         say(title)
@@ -331,7 +334,17 @@ def simulator() -> tuple[str, ...]:
     """Returns what every simulated time depends on: the version and the flags of libtpu, and a
     digest of our sources.
     """
-    return installed_libtpu(), os.environ.get(FLAGS["TPU"], ""), _digest()
+    version = installed_libtpu() or _build()
+    return version, os.environ.get(FLAGS["TPU"], ""), _digest()
+
+
+def _build() -> str:
+    """Tells nightly builds of libtpu from each other, by the size and the time of its file."""
+    found = importlib.util.find_spec("libtpu")
+    if found is None or not found.submodule_search_locations:
+        return ""
+    stat = (pathlib.Path(found.submodule_search_locations[0]) / "libtpu.so").stat()
+    return f"{stat.st_size} {stat.st_mtime_ns}"
 
 
 @functools.cache

@@ -295,7 +295,7 @@ def _shares(
         begin = max(event.start, taken)
         if event.end > begin:
             hidden = seconds(clip(compute, (begin, event.end)))
-            shares[event.name] += event.end - begin - hidden
+            shares[event.name] += max(0.0, event.end - begin - hidden)
             taken = event.end
     found = []
     for name, events in by_name.items():

@@ -365,13 +365,15 @@ def times_as_fast(
     attended = ring * b * r * (sizes.inputs + sizes.out)
     # bytes, with those of the gradients
     transposed = 2 * 2 * (attended + sizes.inputs * k + b * r * k) * itemsize
-    kept_itemsize = 1 if quantization else itemsize
-    keep = ring * sizes.inputs * k * kept_itemsize <= gathered_bytes
-    exposed = _exposed_seconds(sizes, chip, ring, itemsize, keep)
+    of_weights = 1 if quantization else itemsize  # bytes of an element that travels
+    keep = ring * sizes.inputs * k * of_weights <= gathered_bytes
+    exposed = _exposed_seconds(sizes, chip, ring, itemsize, of_weights, keep)
     return travelling_rows / (travelling_weights + exposed + transposed / hbm(chip))
 
 
-def _exposed_seconds(sizes: Sizes, chip: Chip, ring: int, itemsize: int, keep: bool) -> float:
+def _exposed_seconds(
+    sizes: Sizes, chip: Chip, ring: int, itemsize: int, of_weights: int, keep: bool
+) -> float:
     """Returns the seconds in which exchanges have nothing beside them, forward and backward, and
     those in which weights have less beside them than a gather of weights is planned to have.
     """
@@ -391,7 +393,7 @@ def _exposed_seconds(sizes: Sizes, chip: Chip, ring: int, itemsize: int, keep: b
     products = 2 * batch * ring * sizes.rows * sizes.features / chip.flops
     projections = products * inputs
     weights = (ring - 1) * hop_seconds(
-        chip, inputs * sizes.features * itemsize, directions(chip, ring)
+        chip, inputs * sizes.features * of_weights, directions(chip, ring)
     )
     # of several sequences, all but the last are projected while weights are gathered
     beside_weights = projections

@@ -238,7 +238,9 @@ def test_a_command_that_reads_a_damaged_checkpoint_is_told_the_one_before_it(fol
     shutil.rmtree(folder / "10" / "record")
     with (
         Checkpoints(folder, read_only=True) as checkpoints,
-        pytest.raises(InputError, match=rf"deleted\. The one before it is {folder}/5\.$"),
+        pytest.raises(
+            InputError, match=rf"deleted\. The one before it is of step 5, {folder}/5\.$"
+        ),
     ):
         checkpoints.record(10)
 
