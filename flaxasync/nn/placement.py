@@ -424,8 +424,8 @@ def all_explicit() -> bool:
 
 
 def on_all_devices(layer: str, axis_name: str, size: int) -> int:
-    """Returns the size on all devices of a dimension of a parameter that an axis splits, of which an
-    enclosing shard_map gives this device a share.
+    """Returns the size on all devices of a dimension of a parameter that an axis splits, of which
+    an enclosing shard_map gives this device a share.
     """
     devices = mesh_axis_size(layer, axis_name)
     if axis_types()[axis_name] == AxisType.Manual:

@@ -170,8 +170,8 @@ def check_mapped(op: str, operand: jax.Array) -> None:
 
 
 def check_kernel(caller: str, instead: str) -> None:
-    """Raises UnsupportedError where the mesh is of other devices than TPUs, or `shard_map` leaves an
-    axis to XLA.
+    """Raises UnsupportedError where the mesh is of other devices than TPUs, or `shard_map` leaves
+    an axis to XLA.
     """
     mesh.check_tpu(caller, instead)
     if not mesh.all_axes_mapped():

@@ -248,8 +248,8 @@ def finding(
 
 
 def of_size(moved: int) -> Severity | None:
-    """Returns the severity of a finding about a transfer of so many bytes: INFO for a small one, and
-    None, which is that of its code, for any other.
+    """Returns the severity of a finding about a transfer of so many bytes: INFO for a small one,
+    and None, which is that of its code, for any other.
     """
     if moved < LARGE:
         return Severity.INFO

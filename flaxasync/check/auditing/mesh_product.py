@@ -43,8 +43,8 @@ _COLLECTIVES = frozenset((*_SUMS, *_GATHERS, *_PERMUTES))
 
 
 def remedy(costs: Costs, step: Instruction, seconds: float) -> tuple[str, float]:
-    """Says what does all three steps at once, if a collective that takes so many seconds is the first
-    or the last of them, and what a run then gains; "" and 0 if it is not.
+    """Says what does all three steps at once, if a collective that takes so many seconds is the
+    first or the last of them, and what a run then gains; "" and 0 if it is not.
 
     Both transfers can hide behind one matmul, because they use links of different axes.
     """

@@ -358,8 +358,8 @@ class HloModule:
     __hash__ = None  # type: ignore[assignment]  # a module has dictionaries
 
     def _without_names(self) -> Iterator[tuple[object, ...]]:
-        """Yields what the module says, and what each computation does, in the order in which they are
-        called from the entry, then the others.
+        """Yields what the module says, and what each computation does, in the order in which they
+        are called from the entry, then the others.
         """
         yield self.name, self.attributes, self.tables
         numbers: dict[str, int] = {}

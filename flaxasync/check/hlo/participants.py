@@ -210,8 +210,8 @@ def _mesh_groups(axes: str, device_ids: str | None, chosen: str) -> Groups | Non
             ids = _numbers(device_ids)
         if sorted(ids) != list(range(count)):
             return None
-    # The devices of a group differ in the chosen digits of their coordinates alone. Here they are by
-    # the rest of their coordinates, and then by these digits.
+    # The devices of a group differ in the chosen digits of their coordinates alone. Here they are
+    # by the rest of their coordinates, and then by these digits.
     groups: dict[tuple[int, ...], dict[tuple[int, ...], int]] = {}
     for device, at in zip(ids, itertools.product(*map(range, sizes.values())), strict=True):
         rest = dict(zip(sizes, at, strict=True))

@@ -421,8 +421,8 @@ class _Reader:
         return end
 
     def outside_brackets(self, at: int) -> Iterator[tuple[re.Match, int]]:
-        """Yields the tokens that no bracket encloses, each with the index of its end: of a bracket the
-        token that opens it, and the index behind it.
+        """Yields the tokens that no bracket encloses, each with the index of its end: of a bracket
+        the token that opens it, and the index behind it.
 
         HloError says which bracket, string or comment is not closed, or closes too early.
         """

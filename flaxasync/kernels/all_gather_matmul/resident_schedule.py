@@ -147,8 +147,8 @@ class _Device:
         most = self.sizes.most
         first = self.done[column]
         receives = self.received - received
-        # The kernel fetches before it multiplies. The tile of this visit stays where it is, since it
-        # is the first of `_upcoming`.
+        # The kernel fetches before it multiplies. The tile of this visit stays where it is, since
+        # it is the first of `_upcoming`.
         fetches, fetch_slot, unused = self._fetch()
         tile = self.fetched[column]
         awaits = not tile.awaited

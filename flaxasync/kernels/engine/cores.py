@@ -147,8 +147,8 @@ def call_on_cores(
     """Calls `body(operands, results, *scratch)` as a kernel on these cores, with all operands and
     results in HBM; returns the results.
 
-    The numbers are its bytes of vector memory, and, on one device, its operations, the bytes that it
-    moves to and from HBM, and those that it sends.
+    The numbers are its bytes of vector memory, and, on one device, its operations, the bytes that
+    it moves to and from HBM, and those that it sends.
     """
     (made,) = pl.pallas_call(
         body,

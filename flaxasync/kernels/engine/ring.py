@@ -141,8 +141,8 @@ def enter(
     Args:
       tag: what tells this barrier from those of other kernels. JAX picks an id for it that no other
         kernel of the program has, unless `collective_id` is given.
-      senders: the devices that send to this device. As many, in the same places, receive from it. An
-        iterator computes each of them when it is signalled.
+      senders: the devices that send to this device. As many, in the same places, receive from it.
+        An iterator computes each of them when it is signalled.
       collective_id: the id of the barrier.
       core: the core that enters, and is signalled, of several that run the kernel.
       conditional: further (device, whether it sends here, whether a device in that place receives
