@@ -75,14 +75,14 @@ def check_vmem(caller: str, tiles: Tiles, need: Callable[[Tiles], int]) -> int:
     return need(tiles)
 
 
-def check_semaphores(caller: str, size: int, arrivals: int) -> None:
-    """Raises NotImplementedError if more arrives on a ring of `size` devices than a TPU has
-    semaphores for.
+def check_semaphores(caller: str, size: int, count: int) -> None:
+    """Raises NotImplementedError if a kernel has more semaphores on a ring of `size` devices than a
+    TPU has for transfers.
     """
-    if arrivals > SEMAPHORES:
+    if count > SEMAPHORES:
         raise UnsupportedError(
-            f"{caller} has a semaphore for each of {arrivals} arrivals on {size} devices, and a TPU "
-            f"has {SEMAPHORES} for them; use a smaller axis, or backend='none'"
+            f"{caller} has {count} semaphores on {size} devices, and a TPU has {SEMAPHORES} for "
+            "transfers; use a smaller axis, or an op with backend='none'"
         )
 
 
