@@ -42,6 +42,8 @@ def write_rows[T](
         "--only", default="", metavar="TEXT", help="only rows whose description has this text"
     )
     chosen = parser.parse_args()
+    if chosen.only and chosen.write:
+        parser.error("--only makes a part of the table, which --write would replace: leave one out")
     rows = []
     for case in cases:
         if chosen.only in str(case):

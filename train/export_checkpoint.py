@@ -26,6 +26,7 @@ if __name__ == "__main__":
 
 from models.foreign_folder import require_local_folder, shown
 from train.config import Config, MeshConfig
+from train.config.check import expanded
 from train.config.command import load_config, parse_as
 from train.data.exported_files import ExportedFiles, exported_files
 from train.lifecycle.errors import InputError, as_input_errors, exit_code
@@ -65,6 +66,8 @@ def main(arguments: Sequence[str]) -> int:
 def _export(command: ExportCommand) -> None:
     with as_input_errors(ValueError):
         require_local_folder(command.folder, "FOLDER")
+    workdir = Path(expanded("WORKDIR", str(command.workdir)))
+    command = dataclasses.replace(command, workdir=workdir)
     config = dataclasses.replace(load_config(command.workdir), mesh=command.mesh)
     target = Path(os.path.realpath(command.folder))  # that of a link
     _require_empty(command.folder, target)

@@ -34,7 +34,7 @@ from models.foreign_folder import checked_file, require_local_folder
 from models.safetensors_files import TensorFiles
 from models.sizes import check_sizes
 from train.config import Config, DataConfig, EvalConfig, MeshConfig
-from train.config.check import check
+from train.config.check import check, expanded
 from train.config.command import PRESET, parse_as
 from train.data.end_tokens import choose_separator, read_token_files, template_files
 from train.data.exported_files import KEPT
@@ -113,7 +113,7 @@ def _import(command: ImportCommand) -> None:
         require_local_folder(command.workdir, "--workdir")
     # The preset names paths in the workdir relative to itself; only an absolute one is never a part
     # of other text.
-    workdir = Path(os.path.expanduser(command.workdir)).absolute()
+    workdir = Path(expanded("--workdir", str(command.workdir))).absolute()
     command = dataclasses.replace(command, workdir=workdir)
     _require_unused(command.workdir)
     from models.hugging_face import load_config

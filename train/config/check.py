@@ -143,20 +143,21 @@ def check_texts(name: str, value: object) -> None:
         )
 
 
-def _check_folder(name: str, place: str) -> None:
-    """Checks the whole path of a file or a folder, in which links and the present folder have
-    names, too.
+def expanded(name: str, place: str) -> str:
+    """Returns the path of a file or a folder with the home folder in place of "~". The whole path is
+    checked, in which links and the present folder have names, too.
     """
-    expanded = os.path.expanduser(place)
-    is_known = not place.startswith("~") or expanded != place
+    path = os.path.expanduser(place)
+    is_known = not place.startswith("~") or path != place
     _require(
         is_known,
         name,
         place,
         "in the home folder of a user that this machine has, or begin with another letter",
     )
-    whole = os.path.realpath(expanded)
+    whole = os.path.realpath(path)
     _require(is_utf8(whole), name, whole, "in a folder whose name is text in UTF-8")
+    return path
 
 
 def is_utf8(text: str) -> bool:
@@ -195,7 +196,7 @@ def _check_locations(config: Config) -> None:
         if place == "":  # as a path, this is the present folder
             raise InputError(f"{name} must not be empty: got ''")
         if place is not None and "://" not in place:
-            _check_folder(name, place)
+            expanded(name, place)
     for name, place in (
         ("init_from", config.init_from),
         ("checkpoint.folder", config.checkpoint.folder),

@@ -21,7 +21,7 @@ import tyro
 from flaxasync.foreign_json import JsonError, read_json
 from models.foreign_folder import listed
 from train.config import Config
-from train.config.check import check
+from train.config.check import check, expanded
 from train.config.types import check_types
 from train.lifecycle.errors import InputError, cut, one_line
 
@@ -186,7 +186,8 @@ def load_config(workdir: Path) -> Config:
     """Returns the configuration of the last start of a run, or that of an import that no run has
     continued yet.
     """
-    file = workdir / "config.json"
+    folder = Path(expanded("WORKDIR", str(workdir)))
+    file = folder / "config.json"
     if file.is_file():
         try:
             config = _from_json(Config, read_json(file))
@@ -196,8 +197,8 @@ def load_config(workdir: Path) -> Config:
             ) from error
         check_types(config, where=str(file))
         return config
-    if (workdir / PRESET).is_file():
-        return load_preset(workdir / PRESET)
+    if (folder / PRESET).is_file():
+        return load_preset(folder / PRESET)
     raise InputError(
         f"WORKDIR must be the folder of a run or of an import: there is no {file} and no {PRESET}"
     )

@@ -36,7 +36,7 @@ class OpCall:
     op: str
     ring: int
     shapes: tuple[tuple[int, ...], ...]
-    options: Mapping[str, Any]
+    options: Mapping[str, Any]  # of the op; a call is therefore not hashable
 
     @property
     def waits_for(self) -> str:

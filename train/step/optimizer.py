@@ -29,9 +29,9 @@ class GuardState(NamedTuple):
     scalars.
     """
 
-    # float32, running mean of the gradient norms of applied updates; 0 before the first that counts
+    # float32, running mean of the gradient norms of applied updates; 0 before the first of them
     norm: jax.Array
-    applied: jax.Array  # int32, number of applied updates
+    applied: jax.Array  # int32, number of updates that were applied since there is a guard
     skipped: jax.Array  # int32, number of skipped updates
 
 
@@ -111,8 +111,7 @@ def judge(
     norm = norm.astype(jnp.float32)
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     skip = jnp.bool_(config.nonfinite) & ~finite
-    # of a checkpoint without a guard no norm is known, however many updates it has
-    is_known = guard.norm > 0
+    is_known = guard.norm > 0  # and not NaN, after a norm that was not finite
     if config.spike_factor:
         is_spike = norm > config.spike_factor * guard.norm
         skip |= finite & is_known & (guard.applied >= STEPS_BEFORE) & is_spike

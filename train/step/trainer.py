@@ -70,8 +70,7 @@ class Trainer:
         """
         if not is_on(self._config.skip) or state.guard is not None:
             return state
-        guard = jax.jit(lambda applied: init_guard()._replace(applied=applied))(state.step)
-        return dataclasses.replace(state, guard=guard)
+        return dataclasses.replace(state, guard=jax.jit(init_guard)())
 
     def abstract_state(self) -> TrainState:
         """Returns the shape, type and sharding of every array of the state without making any."""
@@ -201,7 +200,7 @@ class Trainer:
             updates_done = state.step
             guard = state.guard
             if guard is not None:
-                updates_done = guard.applied
+                updates_done = state.step - guard.skipped
                 skip, guard = judge(guard, loss, norm, self._config.skip)
                 params, opt_state = optax.tree.where(
                     skip, (state.params, state.opt_state), (params, opt_state)

@@ -100,14 +100,12 @@ def describe_machine(setup: Setup, advice: str = "") -> dict[str, Any]:
         with progress("looking for TPUs"):
             return describe(setup)
     except MachineError as error:
-        first_line, *others = str(error).strip().splitlines()
+        first, *others = str(error).strip().splitlines()
         if _NO_TPU in str(error):
-            last_line = [first_line, *others][-1]
+            last_line = [first, *others][-1]
             raise InputError(no_devices("tpu", last_line[last_line.find(_NO_TPU) :])) from error
         # The last words of the child may be a traceback, of which the last line says what happened.
-        said = (
-            f"{first_line.partition('; its last words')[0]}: {others[-1]}" if others else first_line
-        )
+        said = f"{first.partition('; its last words')[0]}: {others[-1]}" if others else first
         raise InputError(f"the TPU could not be verified: {said}{advice}") from error
 
 

@@ -46,6 +46,7 @@ def read_stack_frames(tables: str) -> dict[str, str]:
     locations = {
         n: f"{files.get(_field(text, 'file_name_id'), '?')}:{_field(text, 'line')}"
         for n, text in sections.get("FileLocations", {}).items()
+        if _field(text, "line") != "0"
     }
     frames = sections.get("StackFrames", {})
     lines = {n: locations.get(_field(text, "file_location_id"), "") for n, text in frames.items()}

@@ -6,13 +6,16 @@ import json
 import os
 import re
 import resource
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from models.config import check_fits
 from tests.train.runs import SCRIPT
+from train import export_checkpoint, import_checkpoint, sample
 from train.config import flatten
 from train.config.check import check
 from train.config.command import DEFAULT_PRESET, load_config, load_preset, parse
@@ -264,6 +267,24 @@ def test_a_path_of_a_source_or_of_a_set_is_not_empty(options):
 def test_the_workdir_may_be_in_the_home_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert parse(["--workdir=~/run"]).config.workdir == f"{tmp_path}/run"
+
+
+def test_a_workdir_in_the_home_folder_is_found(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    shutil.copy(DEFAULT_PRESET, tmp_path / "preset.py")
+    assert load_config(Path("~")) == load_preset(DEFAULT_PRESET)
+
+
+@pytest.mark.parametrize("command", [import_checkpoint, export_checkpoint, sample])
+def test_the_home_folder_of_nobody_is_refused(command, refuses, tmp_path):
+    nobody = "~nobody_has_this_name/a"
+    arguments = {
+        import_checkpoint: [tmp_path, "--workdir", nobody],
+        export_checkpoint: [nobody, tmp_path / "out"],
+        sample: [nobody, "--prompt", "a"],
+    }
+    says = "must be in the home folder of a user that this machine has"
+    refuses(command.main, says, *arguments[command])
 
 
 def test_an_integer_stands_for_a_number(tmp_path):

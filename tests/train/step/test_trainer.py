@@ -113,6 +113,16 @@ def test_master_copies_keep_updates_that_bfloat16_rounds_away(config, mesh, repl
     assert moved[False] < 1e-6 or moved[False] > 3e-3
 
 
+def test_a_run_that_begins_to_skip_continues_its_schedule(config, mesh, replace, batch):
+    plain = Trainer(config, mesh)
+    state, _ = plain.train_step(plain.init(), *batch)
+    skipping = Trainer(replace(config, skip={"nonfinite": True}), mesh)
+    guarded = jax.tree.map(jnp.copy, skipping.complete(state))
+    _, wanted = plain.train_step(state, *batch)
+    _, found = skipping.train_step(guarded, *batch)
+    assert found["learning_rate"] == wanted["learning_rate"]
+
+
 @pytest.mark.parametrize("optimizer", [{}, {"master_copies": True}])
 def test_a_run_takes_parameters_of_another_type_in_its_own(config, mesh, replace, optimizer):
     own = replace(config, model={"param_dtype": "bfloat16"}, optimizer=optimizer)
