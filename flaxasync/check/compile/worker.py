@@ -10,7 +10,9 @@ because only they can compile a lowered module in another process than the one t
 
 import os
 import pickle
+import queue
 import sys
+import threading
 from typing import Any
 
 
@@ -51,14 +53,24 @@ def compile_request(request: dict) -> dict:
     }
 
 
+def read_requests(requests: queue.SimpleQueue) -> None:
+    """Hands on the requests, and ends the process when its parent closes the stream or is gone,
+    also in the middle of a compilation, which can take minutes.
+    """
+    while True:
+        try:
+            requests.put(pickle.load(sys.stdin.buffer))
+        except EOFError:
+            os._exit(0)
+
+
 def main() -> None:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # so that nothing that a compiler prints on stdout is taken for an answer
+    requests = queue.SimpleQueue[dict]()
+    threading.Thread(target=read_requests, args=(requests,), daemon=True).start()
     while True:
-        try:
-            request = pickle.load(sys.stdin.buffer)
-        except EOFError:
-            return
+        request = requests.get()
         try:
             answer: dict = {"ok": compile_request(request)}
         except Exception as error:

@@ -7,6 +7,7 @@ it.
 
 import contextlib
 import os
+import pickle
 import signal
 
 import jax
@@ -20,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.programs import array
 from flaxasync.check import CHIPS, HbmError, audit, compile_for, parse, topology_mesh, topology_size
-from flaxasync.check.compile.compile_for import CompilerProcess, lent_process
+from flaxasync.check.compile.compile_for import CompilerProcess, _request, lent_process
 from flaxasync.check.compile.program import hbm_error
 from flaxasync.check.compile.topologies import topology_arguments
 from flaxasync.check.hlo.origins import callback_name, is_host_callback
@@ -175,6 +176,19 @@ def test_a_hang_or_a_death_while_compiling_is_named(sent, seconds, message):
         os.kill(process.process.pid, sent)
         with pytest.raises(RuntimeError, match=message):
             process.compile({}, seconds)
+
+
+def test_a_compiler_ends_with_its_parent_in_the_middle_of_a_program():
+    """It would go on for minutes, with the step of a large model. When its parent is killed, its
+    stream is closed.
+    """
+    x = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+    request = _request("v5e:1x1", jax.jit(lambda x: x @ x).lower(x), {})
+    with contextlib.closing(CompilerProcess()) as compiler:
+        pickle.dump(request, compiler.process.stdin)
+        compiler.process.stdin.close()
+        assert compiler.process.stdout.read() == b"", "it answered"
+        assert compiler.process.wait() == 0
 
 
 def hops(coords):
