@@ -42,7 +42,7 @@ from flaxasync.check.hlo.reader import parse
 from flaxasync.check.hlo.shapes import HBM, SEMAPHORE, SMEM, VMEM, Shape
 from flaxasync.check.player.errors import PlayerError, first_sentence
 from flaxasync.check.player.memory import integer_elements
-from flaxasync.check.player.play import play_dump
+from flaxasync.check.player.play import play_kernel
 from flaxasync.check.player.result import Result
 from flaxasync.check.player.transfers import UNKNOWN_SCALARS
 from flaxasync.check.progress import progress
@@ -281,7 +281,8 @@ def _simulate(program: CompiledProgram, kernel: Kernel) -> KernelTime:
     # the mesh that the caller has set may be another
     with tempfile.TemporaryDirectory(prefix="flaxasync-") as folder, jax.set_mesh(mesh):
         compiled = compile_for(program.topology, mapped, *arguments, keep_dumps=folder)
-        result = play_dump(folder, topology=program.topology, coords=compiled.coords)
+        dumps = pathlib.Path(folder)
+        result = play_kernel(dumps, program.topology, compiled.coords, program.axes)
     names = [i.name for i in parse(compiled.text).instructions if i.custom_call_target == _CALL]
     return _time_in(result, names, 1 if kernel.done is None else 2)
 

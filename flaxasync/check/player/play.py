@@ -2,24 +2,24 @@
 simulation.
 """
 
+import functools
+import math
 import os
 import pathlib
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from flaxasync.check.auditing.hazards import unsafe_buffers
 from flaxasync.check.estimate.estimator import timeline
 from flaxasync.check.estimate.timeline import WHOLE_PLAYED
 from flaxasync.check.player.chips import (
-    ChipGrid,
-    Coords,
     PlayedChip,
     chip_grid,
     places_of_partitions,
     played_chip,
 )
-from flaxasync.check.player.dump import Dump, Note, read_dump, write_note
+from flaxasync.check.player.dump import Note, read_dump, write_note
 from flaxasync.check.player.errors import MeshMismatchError, PlayerError, UnsimulatedError
 from flaxasync.check.player.matrix_unit import operations
 from flaxasync.check.player.prepared import PreparedProgram, prepare
@@ -32,6 +32,8 @@ from flaxasync.hardware import is_gpu
 
 # the most devices that are all simulated; of more only a part, where that is enough
 LARGEST_WHOLE = 16
+# the share by which times of devices that do the same may differ
+_ALIKE = 1e-3
 
 
 def play(
@@ -116,6 +118,32 @@ def play_dump(
       PlayerError: The program breaks a rule of the machine, or its dumps cannot be read; see
         errors.py.
     """
+    return _play_dump(folder, topology, coords, chip, accept, _simulate)
+
+
+def play_kernel(
+    folder: pathlib.Path,
+    topology: str,
+    coords: tuple[tuple[int, ...], ...],
+    axes: Mapping[str, int],
+) -> Result:
+    """Simulates a dump whose only work is one kernel. Where all devices do the same, as in a ring
+    of neighbours, one of them is simulated, which takes a fraction of the time.
+
+    `axes` are the sizes of the mesh, {"data": 2, "model": 4}, in the order of `coords`.
+    """
+    simulate = functools.partial(_simulate_kernel, axes=axes)
+    return _play_dump(folder, topology, coords, None, (), simulate)
+
+
+def _play_dump(
+    folder: str | os.PathLike,
+    topology: str | None,
+    coords: Iterable[tuple[int, ...]] | None,
+    chip: PlayedChip | None,
+    accept: Iterable[str],
+    simulate: Callable[[PreparedProgram], State],
+) -> Result:
     with progress(f"reading the bundles in {folder}"):
         dump = read_dump(pathlib.Path(folder))
     devices = dump.module.num_partitions
@@ -145,7 +173,8 @@ def play_dump(
     try:
         grid = chip_grid(named)
         places = places_of_partitions(grid, devices, order)
-        state = _simulate(dump, grid, places, chip or played_chip(named), frozenset(accept))
+        prepared = prepare(dump, grid, places, chip or played_chip(named), frozenset(accept))
+        state = simulate(prepared)
     except UnsimulatedError as error:
         why = str(error)
         if version is not None:
@@ -158,23 +187,23 @@ def play_dump(
     return _result(state, notes)
 
 
-def _simulate(
-    dump: Dump,
-    grid: ChipGrid,
-    places: tuple[tuple[Coords, int], ...],
-    chip: PlayedChip,
-    accept: frozenset[str],
-) -> State:
+def _simulate(prepared: PreparedProgram) -> State:
     """Simulates the devices of a small slice; of a larger one device 0 and all to which it sends,
     directly or through others, if these need nothing of other devices and use no links of them.
 
     The other devices are not compared with them.
     """
-    prepared = prepare(dump, grid, places, chip, accept)
     state = None
-    if len(places) > LARGEST_WHOLE:
+    if len(prepared.places) > LARGEST_WHOLE:
         state = _closed_part(prepared)
     return state or _run(State(prepared))
+
+
+def _simulate_kernel(prepared: PreparedProgram, axes: Mapping[str, int]) -> State:
+    """Simulates one device that receives what it sends, and all devices only if they may do other
+    things than that one.
+    """
+    return _one_of_a_ring(prepared, axes) or _simulate(prepared)
 
 
 def _run(state: State) -> State:
@@ -204,6 +233,66 @@ def _closed_part(prepared: PreparedProgram) -> State | None:
             return None
         return state
     return None
+
+
+def _one_of_a_ring(prepared: PreparedProgram, axes: Mapping[str, int]) -> State | None:
+    """Simulates the first and the last device, each as if all did the same as it does. Returns None
+    unless both take as long, and send to neighbours in rings whose devices are all one link apart:
+    then no device uses a link of another one.
+
+    A device that sends what it does not wait for, or waits for what it does not send, breaks the
+    protocol here, and so is not taken for one of many that do the same.
+    """
+    last = len(prepared.places) - 1
+    states = []
+    for device in (0, last):
+        state = State(prepared, {device}, mirrored=True)
+        try:
+            _run(state)
+        except PlayerError:
+            return None
+        if not _sends_around_rings(state, device, tuple(axes.values())):
+            return None
+        states.append(state)
+    first_end, last_end = (state.running[0].now for state in states)
+    if abs(first_end - last_end) > _ALIKE * first_end:
+        return None
+    return max(states, key=lambda state: state.running[0].now)
+
+
+def _sends_around_rings(state: State, sender: int, sizes: Sequence[int]) -> bool:
+    """Says whether a device sends to its neighbours along mesh axes alone, and all neighbours along
+    these axes are one link apart; or whether no device sends anything.
+    """
+    prepared = state.prepared
+    others = state.reached - {sender}
+    if not others:
+        return not prepared.sends
+    devices = range(len(prepared.places))
+    if math.prod(sizes) != len(devices) or state.longest_route > 1:
+        return False
+    places = [place for place, _ in prepared.places]
+    neighbours: set[int] = set()
+    stride = len(devices)
+    for size in sizes:
+        stride //= size
+        following = [_next(device, stride, size) for device in devices]
+        both = {following[sender], following.index(sender)}
+        if both.isdisjoint(others):
+            continue
+        neighbours |= both
+        routes = [prepared.grid.route(places[d], places[following[d]]) for d in devices]
+        if any(len(route) != 1 for route in routes):
+            return False
+    return others <= neighbours
+
+
+def _next(device: int, stride: int, size: int) -> int:
+    """Returns the device after another one around a mesh axis of `size` devices, whose numbers
+    differ by `stride`.
+    """
+    place = device // stride % size
+    return device + ((place + 1) % size - place) * stride
 
 
 def _result(state: State, notes: list[str]) -> Result:

@@ -106,6 +106,7 @@ class State:
         self._mirrored = mirrored
         self.reached: set[int] = set()  # devices to which others sent something, or which they met
         self.passed: set[Coords] = set()  # chips on the routes of transfers and signals
+        self.longest_route = 0  # of them, in links
         self.stop_at = math.inf
         self.clocks = VectorClocks(len(self.machines))
         # a heap: their times, their order, what happens
@@ -166,7 +167,9 @@ class State:
             )
         target = self._by_number[number]
         self.reach([target.device], sender.now)
-        self.passed.update(end for _, _, end in self.grid.route(sender.coords, target.coords))
+        route = self.grid.route(sender.coords, target.coords)
+        self.passed.update(end for _, _, end in route)
+        self.longest_route = max(self.longest_route, len(route))
         return target
 
     def receiver(self, target: Machine) -> Machine:
