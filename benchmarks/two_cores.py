@@ -6,14 +6,16 @@ A program is one layer, forward and with all gradients, in bfloat16 on v5p:2x2x2
 of 4096 tokens: the MLP, or the whole decoder layer. Every op has the backend "fused", with its
 kernels on one core or on both, or "xla", the ring of XLA's permutes. Nothing here ran on a TPU: every
 time is a prediction. XLA sums gradients over the data axis by a collective that nothing hides, and
-that is the same in all programs. DIR keeps each play, so that no program is played twice.
+that is the same in all programs. "Sums beside" is the decoder layer under
+`fa.nn.scan_with_prefetch`, which sends these sums beside the backward pass. DIR keeps each play, so
+that no program is played twice.
 """
 
 import contextlib
 import dataclasses
 import itertools
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from unittest import mock
 
 import jax
@@ -32,9 +34,10 @@ from flaxasync.kernels.engine.vector_memory import chip_in_use
 from models.layer import DecoderLayer
 
 TOPOLOGY = "v5p:2x2x2"
-LAYERS = ("MLP", "decoder layer")
+MLP = "MLP"
+BESIDE = "decoder layer, sums beside"
 MESHES = ((2, 4), (1, 8))  # data x model
-CASES = list(itertools.product(LAYERS, MESHES))
+CASES = [*itertools.product((MLP, "decoder layer"), MESHES), (BESIDE, (2, 4))]
 HEADER = (
     "layer",
     "data x model",
@@ -65,10 +68,34 @@ def one_core() -> Iterator[None]:
         yield
 
 
+class SummedBeside(nnx.Module):
+    """A stack of one layer, whose gradients are summed over data beside its backward pass."""
+
+    def __init__(self, make: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs):
+        stack = nnx.vmap(make, in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: None})
+        self.layers = nnx.split_rngs(splits=1)(stack)(rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return fa.nn.scan_with_prefetch(
+            lambda layer, x: layer(x),
+            self.layers,
+            x,
+            fsdp_axis=None,
+            dtype=jnp.bfloat16,
+            policy=fa.save_costly,
+        )
+
+
 def make_layer(layer: str, backend: str) -> nnx.Module:
     config = architecture("llama_8b", "flaxasync")
-    if layer == "decoder layer":
-        return DecoderLayer(config, backend=backend, rngs=nnx.Rngs(0))
+
+    def decoder_layer(rngs: nnx.Rngs) -> nnx.Module:
+        return DecoderLayer(config, backend=backend, rngs=rngs)
+
+    if layer == BESIDE:
+        return SummedBeside(decoder_layer, nnx.Rngs(0))
+    if layer != MLP:
+        return decoder_layer(nnx.Rngs(0))
     return fa.nn.ParallelMLP(
         config.width,
         config.mlp_width,
