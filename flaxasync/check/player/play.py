@@ -237,54 +237,65 @@ def _closed_part(prepared: PreparedProgram) -> State | None:
 
 def _one_of_a_ring(prepared: PreparedProgram, axes: Mapping[str, int]) -> State | None:
     """Simulates the first and the last device, each as if all did the same as it does. Returns None
-    unless both take as long, and send to neighbours in rings whose devices are all one link apart:
-    then no device uses a link of another one.
+    unless both take as long, and send in the same directions to neighbours in rings whose devices
+    are all one link apart: then no device uses a link of another one.
 
     A device that sends what it does not wait for, or waits for what it does not send, breaks the
-    protocol here, and so is not taken for one of many that do the same.
+    protocol here, and so is not taken for one of many that do the same. Neither are the two ends of
+    a line, which send in opposite directions.
     """
     last = len(prepared.places) - 1
     states = []
+    directions = []
     for device in (0, last):
         state = State(prepared, {device}, mirrored=True)
         try:
             _run(state)
         except PlayerError:
             return None
-        if not _sends_around_rings(state, device, tuple(axes.values())):
-            return None
         states.append(state)
+        directions.append(_directions(state, device, tuple(axes.values())))
+    if directions[0] is None or directions[0] != directions[1]:
+        return None
     first_end, last_end = (state.running[0].now for state in states)
     if abs(first_end - last_end) > _ALIKE * first_end:
         return None
     return max(states, key=lambda state: state.running[0].now)
 
 
-def _sends_around_rings(state: State, sender: int, sizes: Sequence[int]) -> bool:
-    """Says whether a device sends to its neighbours along mesh axes alone, and all neighbours along
-    these axes are one link apart; or whether no device sends anything.
+def _directions(
+    state: State, sender: int, sizes: Sequence[int]
+) -> frozenset[tuple[int, str]] | None:
+    """Returns the mesh axes and ways along which a device sends to its neighbours; nothing if no
+    device sends. None if it sends to other devices as well, or if not all neighbours along these
+    axes are one link apart.
     """
     prepared = state.prepared
     others = state.reached - {sender}
-    if not others:
-        return not prepared.sends
     devices = range(len(prepared.places))
-    if math.prod(sizes) != len(devices) or state.longest_route > 1:
-        return False
+    if not others and not prepared.sends:
+        return frozenset()
+    if not others or math.prod(sizes) != len(devices) or state.longest_route > 1:
+        return None
     places = [place for place, _ in prepared.places]
+    found: set[tuple[int, str]] = set()
     neighbours: set[int] = set()
     stride = len(devices)
-    for size in sizes:
+    for axis, size in enumerate(sizes):
         stride //= size
         following = [_next(device, stride, size) for device in devices]
-        both = {following[sender], following.index(sender)}
-        if both.isdisjoint(others):
+        ways = {"next": following[sender], "previous": following.index(sender)}
+        used = {(axis, way) for way, device in ways.items() if device in others}
+        if not used:
             continue
-        neighbours |= both
+        found |= used
+        neighbours.update(ways.values())
         routes = [prepared.grid.route(places[d], places[following[d]]) for d in devices]
         if any(len(route) != 1 for route in routes):
-            return False
-    return others <= neighbours
+            return None
+    if not others <= neighbours:
+        return None
+    return frozenset(found)
 
 
 def _next(device: int, stride: int, size: int) -> int:

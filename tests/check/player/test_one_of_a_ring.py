@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -77,16 +79,50 @@ def more_on_each_device(x):
     return lax.fori_loop(0, 1 + lax.axis_index("x"), lambda _, y: jnp.tanh(y @ x.T @ x), x)
 
 
+def both_ways_on_a_line(x):
+    """The two ends have one neighbour, and less to do than the devices between them."""
+    size = lax.axis_size("x")
+
+    def kernel(x, o, send, receive):
+        me = lax.axis_index("x")
+        places = [me + 1, me - 1]
+        there = [(place >= 0) & (place < size) for place in places]
+        barrier = pltpu.get_barrier_semaphore()
+        copies = [
+            pltpu.make_async_remote_copy(x, o.at[n], send.at[n], receive, device_id=place)
+            for n, place in enumerate(places)
+        ]
+        for place, is_there in zip(places, there, strict=True):
+            pl.when(is_there)(functools.partial(pl.semaphore_signal, barrier, device_id=place))
+        for is_there in there:
+            pl.when(is_there)(functools.partial(pl.semaphore_wait, barrier))
+        for copy, is_there in zip(copies, there, strict=True):
+            pl.when(is_there)(copy.start)
+        for copy, is_there in zip(copies, there, strict=True):
+            pl.when(is_there)(copy.wait)
+
+    call = pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((2, *x.shape), x.dtype),
+        in_specs=[pl.BlockSpec(memory_space=pl.ANY)],
+        out_specs=pl.BlockSpec(memory_space=pl.ANY),
+        scratch_shapes=[pltpu.SemaphoreType.DMA((2,)), pltpu.SemaphoreType.DMA],
+        compiler_params=pltpu.CompilerParams(collective_id=0),
+    )
+    return call(x)[0]
+
+
 @pytest.mark.parametrize(
     "local",
     [
+        both_ways_on_a_line,
         functools.partial(one_hop, [(0, 1)]),
         functools.partial(one_hop, [(1, 0)]),
         functools.partial(one_hop, [(2, 3)]),
         direct_copies,
         more_on_each_device,
     ],
-    ids=["first sends", "first receives", "others send", "direct copies", "more work"],
+    ids=["a line", "first sends", "first receives", "others send", "direct copies", "more work"],
 )
 def test_where_devices_may_differ_all_are_simulated(played, local):
     one, whole = played("v5e:2x2", topology_mesh("v5e:2x2", (4,), ("x",)), local)
