@@ -146,27 +146,46 @@ class Scan:
         return self.axis is None and leaf.ndim > 1
 
     def reduce(
-        self, parameters: Leaves, gradients: Leaves, dims: tuple[int | None, ...]
+        self,
+        parameters: Leaves,
+        gradients: Leaves,
+        dims: tuple[int | None, ...],
+        *,
+        in_loop: bool = False,
     ) -> Transfers:
-        """Begins to sum gradients over the axis, each in the dtype of its parameter."""
+        """Begins to sum gradients over the axis, each in the dtype of its parameter; without an
+        axis, over the data axes those that are summed at once.
+        """
 
         def start(leaf: Array, gradient: Array, dim: int | None) -> Transfer:
             if self.axis is None or dim is None:
-                return Transfer(self.sum(gradient, leaf))
+                return Transfer(gradient.astype(leaf.dtype))
             return start_reduce_scatter(gradient, leaf.dtype, self.axis, dim, self.backend)
 
         with jax.named_scope("scatter_gradients"):
+            if self.axis is None:
+                gradients = self.sums(parameters, gradients, in_loop=in_loop)
             begun = [start(*one) for one in zip(parameters, gradients, dims, strict=True)]
         return Transfers(begun, "scatter_gradients")
 
-    def sum(self, gradient: Array, leaf: Array) -> Array:
-        """Returns a gradient in the dtype of its parameter, summed over the data axes if that is
-        done at once.
+    def sums(self, parameters: Leaves, gradients: Leaves, *, in_loop: bool) -> Leaves:
+        """Returns gradients, of which those that are summed over the data axes at once are sums.
+
+        The sums share the links of these axes. XLA plans the time of each as if it had the links to
+        itself: outside of a loop it would begin them all after the last product of the layer, with
+        little beside them. There each begins when the one before has arrived. The last parameters
+        come first: as a rule a layer uses them last, and their gradients are made first.
         """
-        if self.sums_at_once(gradient):
-            for axis in _missing(gradient, leaf):
-                gradient = ring_all_reduce(gradient, leaf.dtype, axis)
-        return gradient.astype(leaf.dtype)
+        sums = list(gradients)
+        arrived: Array | None = None  # the last of what the sum before is made of
+        for n in reversed(range(len(gradients))):
+            if not self.sums_at_once(gradients[n]):
+                continue
+            for axis in _missing(gradients[n], parameters[n]):
+                if arrived is not None and not in_loop:
+                    sums[n], _ = tie(sums[n], arrived)
+                sums[n], arrived = ring_all_reduce(sums[n], parameters[n].dtype, axis)
+        return tuple(sums)
 
 
 def _write(sums: Leaves, gradients: Leaves, layer: Array | int) -> Leaves:
@@ -269,12 +288,12 @@ def _backward(scan: Scan, saved: _Saved, dy: PyTree) -> tuple[Leaves, Leaves, Ca
     layers = len(stacked[0])
     pull_layer = functools.partial(scan.backward, saved.args)
 
-    def turn(going: _Going, layer: Array, kept: Kept) -> _Going:
+    def turn(going: _Going, layer: Array, kept: Kept, *, in_loop: bool) -> _Going:
         # nothing uses what the last turn gathers
         preceding = scan.gather_layer(stacked, jnp.maximum(layer - 1, 0))
         if scan.axis is None:  # gradients do not wait for the next turn
             gradients, dy = pull_layer(going.whole, kept, going.dy)
-            reduced = scan.reduce(stacked, gradients, scan.dims)
+            reduced = scan.reduce(stacked, gradients, scan.dims, in_loop=in_loop)
             sums = _write(going.sums, reduced.done(), layer)
             return _Going(dy, preceding.done(), (), sums)
         reduced = scan.reduce(stacked, going.waiting, scan.dims)
@@ -289,7 +308,7 @@ def _backward(scan: Scan, saved: _Saved, dy: PyTree) -> tuple[Leaves, Leaves, Ca
     def body(going: _Going, step: tuple[Array, list[Kept]]) -> tuple[_Going, None]:
         layer, kept = step
         for n in reversed(range(scan.turns)):
-            going = turn(going, layer + n, kept[n])
+            going = turn(going, layer + n, kept[n], in_loop=True)
         return going, None
 
     dlast: Leaves = ()  # the gradients of `last`, as it is stored
@@ -303,7 +322,7 @@ def _backward(scan: Scan, saved: _Saved, dy: PyTree) -> tuple[Leaves, Leaves, Ca
     def after_loop(dy: Carried) -> _Going:
         going = initial._replace(dy=dy)
         for n, kept in reversed(list(enumerate(saved.after_loop))):
-            going = turn(going, jnp.int32(in_loop + n), kept)
+            going = turn(going, jnp.int32(in_loop + n), kept, in_loop=False)
         return going
 
     going = meanwhile(leaving, after_loop, dy)

@@ -130,9 +130,9 @@ def ring_reduce_scatter(x: Array, axis: str, dim: int) -> Array:
     return ring_reduce(_ring(axis), x.shape[dim] // lax.axis_size(axis), produce, x.dtype, axis=dim)
 
 
-def ring_all_reduce(x: Array, dtype: DTypeLike, axis: str) -> Array:
-    """Returns the sum of `x` over all devices of an axis, in a dtype; its type no longer varies
-    over it.
+def ring_all_reduce(x: Array, dtype: DTypeLike, axis: str) -> tuple[Array, Array]:
+    """Returns the sum of `x` over all devices of an axis, in a dtype, whose type no longer varies
+    over it; and the last of what it is made of to arrive, which a later transfer can wait for.
 
     GPUs add it up in one collective, other devices by permutes: two devices exchange x as it is, so
     it may travel in a narrower dtype than that of the sum, and each adds the same two numbers. More
@@ -140,16 +140,17 @@ def ring_all_reduce(x: Array, dtype: DTypeLike, axis: str) -> Array:
     none, XLA sums.
     """
     size = lax.axis_size(axis)
-    if platform() == "gpu":
-        return lax.psum(x.astype(dtype), axis)
-    if size == 2:
+    if size == 2 and platform() != "gpu":
         other = lax.ppermute(x, axis, [(0, 1), (1, 0)])
-        return declare_invarying(x.astype(dtype) + other.astype(dtype), {axis})
+        return declare_invarying(x.astype(dtype) + other.astype(dtype), {axis}), other
     x = x.astype(dtype)
     dim = next((dim for dim, rows in enumerate(x.shape) if rows % size == 0), None)
-    if dim is None:
-        return lax.psum(x, axis)
-    return declare_invarying(ring_all_gather(ring_reduce_scatter(x, axis, dim), axis, dim), {axis})
+    if dim is None or platform() == "gpu":
+        total = lax.psum(x, axis)
+    else:
+        shard = ring_reduce_scatter(x, axis, dim)
+        total = declare_invarying(ring_all_gather(shard, axis, dim), {axis})
+    return total, total
 
 
 def _ring(axis: str) -> Ring:

@@ -189,42 +189,68 @@ def test_permutes_of_gradients_are_beside_the_backward_pass_of_their_layer(topol
     """By the schedule of the TPU compiler. The negative test is a plain scan, whose sums are
     synchronous.
     """
-    mesh = fa.make_mesh((2, 4), ("data", "model"), devices=fa.check.topology_devices(topology))
-
-    def compiled(run):
-        with jax.set_mesh(mesh):
-            make = functools.partial(blocks, 3, dtype=jnp.bfloat16, features=1024, fsdp_axis=None)
-            graph, state = programs.split_layer(make, mesh)
-            x = programs.array((8, 2048, 1024), mesh, P("data", "model", None), jnp.float32)
-            loss = jax.grad(
-                lambda state, x: (run(nnx.merge(graph, state), x).astype(jnp.float32) ** 2).sum()
-            )
-            return fa.check.parse(
-                fa.check.compile_for(
-                    topology, jax.jit(loss), state, x, compiler_options=HLO_ONLY
-                ).text
-            )
-
-    module = compiled(functools.partial(prefetch, fsdp_axis=None, dtype=jnp.bfloat16))
+    module = schedule(topology, 3, prefetch_in_bfloat16)
     with_products = []
-    for operation in fa.check.async_operations(module):
-        if (
-            operation.kind == "collective-permute"
-            and "scatter_gradients" in operation.start.op_name
-        ):
-            spans = [span for window in operation.windows for span in window.spans]
-            inside = [
-                i
-                for s in spans
-                for i in module.computations[s.computation].instructions[s.first : s.stop]
-            ]
-            with_products.append(
-                any("matmul" in i.op_name or "dot_general" in i.op_name for i in inside)
-            )
+    for operation in permutes_of_gradients(module):
+        spans = [span for window in operation.windows for span in window.spans]
+        inside = [
+            i
+            for s in spans
+            for i in module.computations[s.computation].instructions[s.first : s.stop]
+        ]
+        with_products.append(
+            any("matmul" in i.op_name or "dot_general" in i.op_name for i in inside)
+        )
     assert len(with_products) == 3, "up, gate and down; the loop over layers counts once"
     assert sum(with_products) >= 2, "all but the gradient that is made last travel beside a product"
     assert sums_of_kernels(module) == 0
-    assert sums_of_kernels(compiled(scan)) > 0
+    assert sums_of_kernels(schedule(topology, 3, scan)) > 0
+
+
+prefetch_in_bfloat16 = functools.partial(prefetch, fsdp_axis=None, dtype=jnp.bfloat16)
+
+
+def schedule(topology, layers, run):
+    """Returns the program of the gradients of a stack on eight chips, as the TPU compiler
+    schedules it.
+    """
+    mesh = fa.make_mesh((2, 4), ("data", "model"), devices=fa.check.topology_devices(topology))
+    with jax.set_mesh(mesh):
+        make = functools.partial(blocks, layers, dtype=jnp.bfloat16, features=1024, fsdp_axis=None)
+        graph, state = programs.split_layer(make, mesh)
+        x = programs.array((8, 2048, 1024), mesh, P("data", "model", None), jnp.float32)
+        loss = jax.grad(
+            lambda state, x: (run(nnx.merge(graph, state), x).astype(jnp.float32) ** 2).sum()
+        )
+        program = fa.check.compile_for(topology, jax.jit(loss), state, x, compiler_options=HLO_ONLY)
+    return fa.check.parse(program.text)
+
+
+def permutes_of_gradients(module):
+    return [
+        operation
+        for operation in fa.check.async_operations(module)
+        if operation.kind == "collective-permute" and "scatter_gradients" in operation.start.op_name
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.optimized
+@pytest.mark.parametrize(("layers", "most"), [(1, 1), (3, 3)])
+def test_outside_of_a_loop_one_sum_follows_the_other(layers, most):
+    """The scheduler does not know that they share links. In a loop it may run several at once."""
+    module = schedule("v5e:2x4", layers, prefetch_in_bfloat16)
+    under_way = []
+    for operation in permutes_of_gradients(module):
+        (window,) = operation.windows
+        (span,) = window.spans
+        under_way.append((span.computation, span.first, span.stop))
+    at_once = [
+        sum(one == place and first <= start < stop for one, first, stop in under_way)
+        for place, start, _ in under_way
+    ]
+    assert len(under_way) == 3, "up, gate and down"
+    assert max(at_once) == most
 
 
 def sums_of_kernels(module):
@@ -318,7 +344,7 @@ def test_the_sum_of_all_devices_is_the_same_on_each_of_them(size, rows):
     addends = np.random.default_rng(0).standard_normal((size, rows, 3)).astype(np.float32)
     with jax.set_mesh(make_mesh(size, 1)):
         run = jax.shard_map(
-            lambda x: ring_all_reduce(x[0], jnp.float32, "data"),
+            lambda x: ring_all_reduce(x[0], jnp.float32, "data")[0],
             in_specs=P("data"),
             out_specs=P(None, None),
         )
