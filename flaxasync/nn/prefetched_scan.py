@@ -94,6 +94,13 @@ class Scan:
         """
         if self.policy is None:
             return self.apply(whole, x, args), x
+        return jax.vjp(self.checkpointed, whole, x, args, saveable_args=(False, True, False))
+
+    @functools.cached_property
+    def checkpointed(self) -> Callable[[Leaves, Carried, tuple[Array, ...]], Carried]:
+        """`apply`, of which is kept what the policy says. JAX traces one function once, for all
+        turns.
+        """
 
         def named(x: Array) -> Array:
             # libtpu would copy whole stacks around the transfers of other layouts to the host
@@ -104,8 +111,7 @@ class Scan:
         def apply(whole: Leaves, x: Carried, args: tuple[Array, ...]) -> Carried:
             return self.apply(whole, jax.tree.map(named, x), args)
 
-        apply = jax.checkpoint(apply, policy=self.policy)
-        return jax.vjp(apply, whole, x, args, saveable_args=(False, True, False))
+        return jax.checkpoint(apply, policy=self.policy)
 
     def backward(
         self, args: tuple[Array, ...], whole: Leaves, kept: Kept, dy: Carried

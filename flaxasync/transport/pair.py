@@ -220,14 +220,8 @@ def start_kernel(
     array_count = len(arrays)
     first_made = semaphores + array_count  # results: semaphores, the arrays, what is made
     made_spaces = tuple(pl.BlockSpec(memory_space=type_.memory_space) for type_ in made)
-
-    def kernel(*refs: Ref) -> None:
-        operands = refs[: scalar_count + array_count]
-        of_results = refs[scalar_count + array_count :]
-        body(*operands, *of_results[first_made:], *of_results[:semaphores])
-
     results = pl.pallas_call(
-        kernel,
+        _start_of(body, scalar_count + array_count, first_made, semaphores),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=scalar_count,
             in_specs=[_HBM] * array_count,
@@ -255,6 +249,33 @@ def start_kernel(
     )
 
 
+# JAX traces a kernel once for the same types if it is the same function. A step has hundreds of
+# starts and dones, of few pairs and shapes.
+@functools.lru_cache(maxsize=256)
+def _start_of(
+    body: Callable[..., None], operands: int, first_made: int, semaphores: int
+) -> Callable[..., None]:
+    """Returns the kernel of a start, whose refs are the operands, the semaphores, the arrays again,
+    and what is made.
+    """
+
+    def kernel(*refs: Ref) -> None:
+        of_results = refs[operands:]
+        body(*refs[:operands], *of_results[first_made:], *of_results[:semaphores])
+
+    return kernel
+
+
+@functools.lru_cache(maxsize=256)
+def _done_of(body: Callable[..., None], operands: int) -> Callable[..., None]:
+    """Returns the kernel of a done, whose refs are the operands and what is returned."""
+
+    def kernel(*refs: Ref) -> None:
+        body(*refs[:operands])
+
+    return kernel
+
+
 def done_kernel(
     name: str,
     body: Callable[..., None],
@@ -272,18 +293,13 @@ def done_kernel(
     """
     if spaces is None:
         spaces = (pltpu.HBM,) * len(arrays)
-    operands = len(arrays) + len(semaphores)
-
-    def kernel(*refs: Ref) -> None:
-        body(*refs[:operands])
-
     array_specs = [pl.BlockSpec(memory_space=space) for space in spaces]
     placed = [
         pltpu.with_memory_space_constraint(x, space)
         for x, space in zip(arrays, spaces, strict=True)
     ]
     return pl.pallas_call(
-        kernel,
+        _done_of(body, len(arrays) + len(semaphores)),
         in_specs=[*array_specs, *[_SEMAPHORE] * len(semaphores)],
         out_specs=[pl.BlockSpec(memory_space=spaces[i]) for i in returned],
         out_shape=[spaces[i].like(arrays[i]) for i in returned],
