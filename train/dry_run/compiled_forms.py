@@ -3,7 +3,6 @@ programs.
 """
 
 import contextvars
-import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import Literal
@@ -21,7 +20,6 @@ from train.step.trainer import Trainer, backend_limits_are_input_errors
 
 COMPILE_SECONDS = 2400  # time limit of one compilation beside another
 AT_ONCE = 2  # forms that are compiled
-_TRACING = threading.Lock()
 
 
 class CompiledForms:
@@ -88,9 +86,6 @@ def compile_step(config: Config, topology: str, mesh: jax.sharding.Mesh) -> chec
     ):
         trainer = Trainer(config, mesh)
         arguments = (trainer.abstract_state(), *trainer.abstract_batch())
-        # Threads that trace together share one core. In turns, the first compiler begins sooner.
-        with _TRACING:
-            trainer.train_step.trace(*arguments)
         return check.compile_for(topology, trainer.train_step, *arguments, timeout=COMPILE_SECONDS)
 
 

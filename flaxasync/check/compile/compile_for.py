@@ -68,6 +68,7 @@ HLO_ONLY = types.MappingProxyType({"xla_tpu_enable_emitter_rolling": "true"})
 # The compiler passes whose bundles are dumped. All passes would be ten times as much text, and take
 # seconds a kernel.
 _DUMP_PASSES = "(final_bundles|original)"
+_LOWERING = threading.RLock()
 
 
 def compile_for(
@@ -167,8 +168,13 @@ def compile_for(
 
 
 def _lower(call: FunctionCall, mesh: Mesh | None, gpus: GpuTopology | None) -> Any:
-    """Traces a call on a mesh, for GPUs as if cuDNN was installed."""
+    """Traces a call on a mesh, for GPUs as if cuDNN was installed.
+
+    Threads do so in turns: together they would share one core, and the first compiler would begin
+    later. `cudnn_of` replaces functions of JAX meanwhile.
+    """
     with contextlib.ExitStack() as around:
+        around.enter_context(_LOWERING)
         if mesh is not None:
             around.enter_context(jax.set_mesh(mesh))
         if gpus is not None:

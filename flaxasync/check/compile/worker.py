@@ -13,6 +13,7 @@ import pickle
 import queue
 import sys
 import threading
+import traceback
 from typing import Any
 
 
@@ -62,6 +63,9 @@ def read_requests(requests: queue.SimpleQueue) -> None:
             requests.put(pickle.load(sys.stdin.buffer))
         except EOFError:
             os._exit(0)
+        except BaseException:  # of a parent that was killed while it wrote
+            traceback.print_exc()
+            os._exit(1)
 
 
 def main() -> None:

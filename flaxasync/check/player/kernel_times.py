@@ -5,7 +5,7 @@ A kernel is taken from the text of the program, which holds its code, and made a
 with operands of the same shapes on the same chips. Its operands and results are in the memory in
 which the program has them: left to itself, XLA would put results of the small program into vector
 memory, and the kernel would not wait for HBM. That program is compiled and simulated, and the time
-of the kernel on its slowest device is kept in the user's cache folder, by everything on which it
+of the kernel on the slowest device that was simulated is kept in the user's cache folder, by everything on which it
 depends. So every device enters the kernel at the same time, and nothing else uses the links or HBM
 meanwhile. The two halves of a start/done pair between devices are one program, in which nothing
 stands between them: their time is that of the transfer.
@@ -288,7 +288,7 @@ def _simulate(program: CompiledProgram, kernel: Kernel) -> KernelTime:
 
 
 def _time_in(result: Result, names: Sequence[str], calls: int) -> KernelTime:
-    """Returns the time on the slowest device of a kernel, or of the two calls of a pair."""
+    """Returns the time on the slowest simulated device of a kernel, or of the two calls of a pair."""
     phases = [
         [phase for phase in device.phases if phase.name in names] for device in result.devices
     ]
@@ -325,7 +325,8 @@ def _type(shape: Shape) -> jax.ShapeDtypeStruct:
 
 
 def _cache_file(program: CompiledProgram, kernel: Kernel) -> pathlib.Path:
-    key = repr((kernel, program.topology, program.coords, simulator()))
+    mesh = program.coords, tuple(program.axes.values())
+    key = repr((kernel, program.topology, mesh, simulator()))
     base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     folder = os.environ.get(VARIABLE) or pathlib.Path(base) / "flaxasync" / "played-kernels"
     return pathlib.Path(folder).expanduser() / f"{hashlib.sha256(key.encode()).hexdigest()}.json"

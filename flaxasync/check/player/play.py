@@ -32,7 +32,7 @@ from flaxasync.hardware import is_gpu
 
 # the most devices that are all simulated; of more only a part, where that is enough
 LARGEST_WHOLE = 16
-# the share by which times of devices that do the same may differ
+# the share by which times of an instruction on devices that do the same may differ
 _ALIKE = 1e-3
 
 
@@ -200,8 +200,8 @@ def _simulate(prepared: PreparedProgram) -> State:
 
 
 def _simulate_kernel(prepared: PreparedProgram, axes: Mapping[str, int]) -> State:
-    """Simulates one device that receives what it sends, and all devices only if they may do other
-    things than that one.
+    """Simulates one device that receives what it sends, and where others may do other things than
+    that one, all of them.
     """
     return _one_of_a_ring(prepared, axes) or _simulate(prepared)
 
@@ -236,74 +236,96 @@ def _closed_part(prepared: PreparedProgram) -> State | None:
 
 
 def _one_of_a_ring(prepared: PreparedProgram, axes: Mapping[str, int]) -> State | None:
-    """Simulates the first and the last device, each as if all did the same as it does. Returns None
-    unless both take as long, and send in the same directions to neighbours in rings whose devices
-    are all one link apart: then no device uses a link of another one.
+    """Simulates the first device, the last and, on a small slice, one between them, each as if all
+    did the same as it does. Returns the one that takes longest; None unless they take as long, and
+    send in the same directions to neighbours in rings whose hops are one link each: then no device
+    uses a link of another one.
 
     A device that sends what it does not wait for, or waits for what it does not send, breaks the
     protocol here, and so is not taken for one of many that do the same. Neither are the two ends of
-    a line, which send in opposite directions.
+    a line, which send in opposite directions. What another device alone does is not seen, and
+    neither are races between devices: `play` looks for those.
     """
-    last = len(prepared.places) - 1
-    states = []
-    directions = []
-    for device in (0, last):
+    sizes = tuple(axes.values())
+    count = len(prepared.places)
+    if math.prod(sizes) != count:
+        return None
+    strides = [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
+    samples = {0, count - 1}
+    if count <= LARGEST_WHOLE:  # on a larger slice `_simulate` does not compare devices either
+        samples.add(sum(size // 2 * stride for size, stride in zip(sizes, strides, strict=True)))
+    states: list[State] = []
+    directions: frozenset[tuple[int, str]] | None = None
+    for device in sorted(samples):
         state = State(prepared, {device}, mirrored=True)
         try:
             _run(state)
+        except UnsimulatedError:
+            raise
         except PlayerError:
             return None
+        found = _directions(state, device, sizes, strides)
+        if found is None or (states and found != directions):
+            return None
+        if states and not _are_alike(states[0], state):
+            return None
+        directions = found
         states.append(state)
-        directions.append(_directions(state, device, tuple(axes.values())))
-    if directions[0] is None or directions[0] != directions[1]:
-        return None
-    first_end, last_end = (state.running[0].now for state in states)
-    if abs(first_end - last_end) > _ALIKE * first_end:
-        return None
     return max(states, key=lambda state: state.running[0].now)
 
 
+def _are_alike(one: State, other: State) -> bool:
+    """Says whether each instruction takes as long on the device of one state as on the other's."""
+    times = [
+        [(phase.name, phase.seconds) for phase in machine.recorder.device((), machine.now).phases]
+        for machine in (one.running[0], other.running[0])
+    ]
+    return len(times[0]) == len(times[1]) and all(
+        name == other_name and math.isclose(seconds, other_seconds, rel_tol=_ALIKE)
+        for (name, seconds), (other_name, other_seconds) in zip(*times, strict=True)
+    )
+
+
 def _directions(
-    state: State, sender: int, sizes: Sequence[int]
+    state: State, sender: int, sizes: Sequence[int], strides: Sequence[int]
 ) -> frozenset[tuple[int, str]] | None:
     """Returns the mesh axes and ways along which a device sends to its neighbours; nothing if no
-    device sends. None if it sends to other devices as well, or if not all neighbours along these
-    axes are one link apart.
+    device sends. None if it sends to other devices as well, or if the two ends of a hop along one
+    of these axes are not always one link apart.
+
+    `strides` are the differences of the numbers of neighbours along each axis.
     """
     prepared = state.prepared
     others = state.reached - {sender}
-    devices = range(len(prepared.places))
-    if not others and not prepared.sends:
-        return frozenset()
-    if not others or math.prod(sizes) != len(devices) or state.longest_route > 1:
-        return None
+    if not others:
+        return None if prepared.sends else frozenset()
     places = [place for place, _ in prepared.places]
     found: set[tuple[int, str]] = set()
     neighbours: set[int] = set()
-    stride = len(devices)
-    for axis, size in enumerate(sizes):
-        stride //= size
-        following = [_next(device, stride, size) for device in devices]
-        ways = {"next": following[sender], "previous": following.index(sender)}
+    for axis, (size, stride) in enumerate(zip(sizes, strides, strict=True)):
+        ways = {
+            "next": _onward(sender, 1, size, stride),
+            "previous": _onward(sender, -1, size, stride),
+        }
         used = {(axis, way) for way, device in ways.items() if device in others}
         if not used:
             continue
         found |= used
         neighbours.update(ways.values())
-        routes = [prepared.grid.route(places[d], places[following[d]]) for d in devices]
-        if any(len(route) != 1 for route in routes):
+        hops = [(place, places[_onward(d, 1, size, stride)]) for d, place in enumerate(places)]
+        if any(len(prepared.grid.route(*hop)) != 1 for hop in hops):
             return None
     if not others <= neighbours:
         return None
     return frozenset(found)
 
 
-def _next(device: int, stride: int, size: int) -> int:
-    """Returns the device after another one around a mesh axis of `size` devices, whose numbers
-    differ by `stride`.
+def _onward(device: int, shift: int, size: int, stride: int) -> int:
+    """Returns the device `shift` places on from another one around a mesh axis of `size`
+    devices.
     """
     place = device // stride % size
-    return device + ((place + 1) % size - place) * stride
+    return device + ((place + shift) % size - place) * stride
 
 
 def _result(state: State, notes: list[str]) -> Result:
@@ -319,7 +341,12 @@ def _result(state: State, notes: list[str]) -> Result:
     if analytic := sorted({p.name for d in devices for p in d.phases if p.analytic}):
         all_notes.append(f"timed by a ring model, not by their bundles: {', '.join(analytic)}")
     executed = f"{len(devices)} devices,"
-    if len(devices) < len(state.machines):
+    if state.mirrored and len(state.machines) > 1:
+        executed = (
+            f"device {state.running[0].device} of {len(state.machines)}, which receives what it "
+            "sends, as others that were simulated do the same in as much time,"
+        )
+    elif len(devices) < len(state.machines):
         executed = (
             f"{len(devices)} of {len(state.machines)} devices, device 0 and those with which it "
             "exchanges data, as the others are taken to do the same,"

@@ -103,10 +103,9 @@ class State:
         if part is not None:
             self.running = [self.machines[device] for device in sorted(part)]
         self._part = None if part is None else frozenset(part)
-        self._mirrored = mirrored
+        self.mirrored = mirrored
         self.reached: set[int] = set()  # devices to which others sent something, or which they met
         self.passed: set[Coords] = set()  # chips on the routes of transfers and signals
-        self.longest_route = 0  # of them, in links
         self.stop_at = math.inf
         self.clocks = VectorClocks(len(self.machines))
         # a heap: their times, their order, what happens
@@ -167,21 +166,19 @@ class State:
             )
         target = self._by_number[number]
         self.reach([target.device], sender.now)
-        route = self.grid.route(sender.coords, target.coords)
-        self.passed.update(end for _, _, end in route)
-        self.longest_route = max(self.longest_route, len(route))
+        self.passed.update(end for _, _, end in self.grid.route(sender.coords, target.coords))
         return target
 
     def receiver(self, target: Machine) -> Machine:
         """Returns the device whose memory and semaphores stand for those of a target."""
-        if self._mirrored:
+        if self.mirrored:
             return self.running[0]
         return target
 
     def reach(self, devices: Iterable[int], now: float) -> None:
         """Notes that a device sends something to others, or meets them."""
         self.reached.update(devices)
-        if self._part is None or self._mirrored:
+        if self._part is None or self.mirrored:
             return
         if not self.reached <= self._part:
             self.stop_at = min(self.stop_at, now + self.chip.cycles(_FIRST_SIGNALS))

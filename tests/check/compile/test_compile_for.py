@@ -191,6 +191,14 @@ def test_a_compiler_ends_with_its_parent_in_the_middle_of_a_program():
         assert compiler.process.wait() == 0
 
 
+def test_a_compiler_ends_if_its_parent_is_killed_while_it_writes():
+    with contextlib.closing(CompilerProcess()) as compiler:
+        compiler.process.stdin.write(pickle.dumps({"module": b"a program"})[:-9])
+        compiler.process.stdin.close()
+        assert compiler.process.stdout.read() == b"", "it answered"
+        assert compiler.process.wait() == 1
+
+
 def hops(coords):
     """Returns the numbers of links between neighbours on a ring. Two cores of one chip are no link
     apart.

@@ -27,7 +27,7 @@ from flaxasync.kernels.gemm import Tiles, gemm
 from flaxasync.transport import direct
 from tests.check.programs import on_all_devices
 
-ONE_CHIP = types.SimpleNamespace(chip="v5e", topology="v5e:1x1", coords=((0, 0, 0),))
+ONE_CHIP = types.SimpleNamespace(chip="v5e", topology="v5e:1x1", coords=((0, 0, 0),), axes={"x": 1})
 
 
 @pytest.fixture(autouse=True)
@@ -242,11 +242,16 @@ def test_the_estimate_with_simulated_kernels_is_close_to_the_simulation_of_the_w
     assert (again.seconds, said) == (estimated.seconds, []), (
         "the second time they come from the cache"
     )
-    other = dataclasses.replace(program, coords=program.coords[::-1])
+    others = [
+        dataclasses.replace(program, coords=program.coords[::-1]),
+        dataclasses.replace(program, axes={"x": len(program.coords), "y": 1}),
+    ]
     monkeypatch.setattr(
         kernel_times, "_simulate", lambda program, kernel: kernel_times.KernelTime(1.0, 0.5)
     )
-    assert fa.check.timeline(other, kernels="play").seconds > 1, "other chips are simulated anew"
+    for other in others:
+        seconds = fa.check.timeline(other, kernels="play").seconds
+        assert seconds > 1, "other chips, and another mesh, are simulated anew"
 
 
 @pytest.mark.slow

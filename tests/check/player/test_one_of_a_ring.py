@@ -18,6 +18,7 @@ import flaxasync as fa
 from benchmarks.programs import array
 from flaxasync.check import compile_for, topology_devices, topology_mesh
 from flaxasync.check.player.play import play_dump, play_kernel
+from flaxasync.check.player.simulation import Simulation
 from flaxasync.transport import direct
 
 pytestmark = pytest.mark.slow
@@ -79,6 +80,16 @@ def more_on_each_device(x):
     return lax.fori_loop(0, 1 + lax.axis_index("x"), lambda _, y: jnp.tanh(y @ x.T @ x), x)
 
 
+def more_on_a_middle_device(x):
+    """Nothing travels, and the first device and the last have as much to do."""
+    turns = 1 + (lax.axis_index("x") == 2).astype(int)
+    return lax.fori_loop(0, turns, lambda _, y: jnp.tanh(y @ x.T @ x), x)
+
+
+def more_on_a_middle_device_of_a_ring(x):
+    return kernels(more_on_a_middle_device(x))
+
+
 def both_ways_on_a_line(x):
     """The two ends have one neighbour, and less to do than the devices between them."""
     size = lax.axis_size("x")
@@ -121,8 +132,10 @@ def both_ways_on_a_line(x):
         functools.partial(one_hop, [(2, 3)]),
         direct_copies,
         more_on_each_device,
+        more_on_a_middle_device,
+        more_on_a_middle_device_of_a_ring,
     ],
-    ids=["a line", "first sends", "first receives", "others send", "direct copies", "more work"],
+    ids=lambda local: getattr(local, "__name__", None),
 )
 def test_where_devices_may_differ_all_are_simulated(played, local):
     one, whole = played("v5e:2x2", topology_mesh("v5e:2x2", (4,), ("x",)), local)
@@ -130,9 +143,24 @@ def test_where_devices_may_differ_all_are_simulated(played, local):
     assert one.seconds == whole.seconds
 
 
-def test_a_ring_with_a_longer_way_home_is_simulated_whole(played):
-    """In the order of the chips, two of its hops cross the slice."""
-    mesh = Mesh(np.array(topology_devices("v5e:2x4")), ("x",))
+@pytest.mark.parametrize(
+    "order",
+    [(0, 1, 2, 3, 4, 5, 6, 7), (0, 2, 4, 7, 6, 5, 3, 1)],
+    ids=["way home", "in the middle"],
+)
+def test_a_ring_with_a_longer_way_is_simulated_whole(played, order):
+    """Some of its hops are longer than one link."""
+    mesh = Mesh(np.array(topology_devices("v5e:2x4"))[list(order)], ("x",))
     one, whole = played("v5e:2x4", mesh, kernels)
     assert len(one.devices) == 8
     assert one.seconds == whole.seconds
+
+
+def test_one_device_is_simulated_once(tmp_path, monkeypatch):
+    runs = []
+    run = Simulation.run
+    monkeypatch.setattr(Simulation, "run", lambda self: runs.append(self) or run(self))
+    x = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)
+    program = compile_for("v5e:1x1", jax.jit(lambda x: x @ x), x, keep_dumps=tmp_path)
+    assert len(play_kernel(tmp_path, "v5e:1x1", program.coords, program.axes).devices) == 1
+    assert len(runs) == 1

@@ -122,9 +122,15 @@ def test_a_dry_run_takes_the_fastest_of_the_forms_that_it_compiles(options, caps
     [("h100:4", "data 2 x model 2", 1), ("h100:2x4", "data 2 x fsdp 2 x model 2", 2)],
 )
 def test_a_dry_run_for_gpus_compares_what_fits_and_reports_as_for_tpus(
-    topology, mesh, forms, preset, capsys, tmp_path
+    topology, mesh, forms, preset, monkeypatch, capsys, tmp_path
 ):
+    """On a machine without cuDNN, whose attention heads of 64 in bfloat16 take."""
+    monkeypatch.setattr(
+        "jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version",
+        mock.Mock(side_effect=RuntimeError("cuDNN is not detected.")),
+    )
     options = ["--mesh.model", "2", "--mesh.fsdp", str(forms), "--dry-run", "--topology", topology]
+    options += ["--model.head_dim", "64", "--model.dtype", "bfloat16"]
     assert main([str(preset("auto")), *options]) == 0
     out = capsys.readouterr().out
     assert f"devices of {topology}, as {mesh}" in out
