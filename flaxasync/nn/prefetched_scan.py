@@ -177,18 +177,19 @@ class Scan:
     def sums(self, parameters: Leaves, gradients: Leaves, *, in_loop: bool) -> Leaves:
         """Returns gradients, of which those that are summed over the data axes at once are sums.
 
-        The sums share the links of these axes. XLA plans the time of each as if it had the links to
-        itself: outside of a loop it would begin them all after the last product of the layer, with
-        little beside them. There each begins when the one before has arrived. The last parameters
-        come first: as a rule a layer uses them last, and their gradients are made first.
+        The sums share the links of these axes. The TPU compiler plans the time of each as if it had
+        the links to itself: outside of a loop it would begin them all after the last product of the
+        layer, with little beside them. There each begins when the one before has arrived. The last
+        parameters come first: as a rule a layer uses them last, and their gradients are made first.
         """
+        in_turn = not in_loop and platform() != "gpu"
         sums = list(gradients)
         arrived: Array | None = None  # the last of what the sum before is made of
         for n in reversed(range(len(gradients))):
             if not self.sums_at_once(gradients[n]):
                 continue
             for axis in _missing(gradients[n], parameters[n]):
-                if arrived is not None and not in_loop:
+                if in_turn and arrived is not None:
                     sums[n], _ = tie(sums[n], arrived)
                 sums[n], arrived = ring_all_reduce(sums[n], parameters[n].dtype, axis)
         return tuple(sums)

@@ -4,11 +4,11 @@ once, by itself.
 A kernel is taken from the text of the program, which holds its code, and made a program of its own
 with operands of the same shapes on the same chips. Its operands and results are in the memory in
 which the program has them: left to itself, XLA would put results of the small program into vector
-memory, and the kernel would not wait for HBM. That program is compiled and simulated, and the time
-of the kernel on the slowest device that was simulated is kept in the user's cache folder, by everything on which it
-depends. So every device enters the kernel at the same time, and nothing else uses the links or HBM
-meanwhile. The two halves of a start/done pair between devices are one program, in which nothing
-stands between them: their time is that of the transfer.
+memory, and the kernel would not wait for HBM. That program is compiled and simulated. The time of
+the kernel on the slowest device that was simulated is kept in the user's cache folder, by
+everything on which it depends. So every device enters the kernel at the same time, and nothing else
+uses the links or HBM meanwhile. The two halves of a start/done pair between devices are one
+program, in which nothing stands between them: their time is that of the transfer.
 """
 
 import contextlib
@@ -288,7 +288,7 @@ def _simulate(program: CompiledProgram, kernel: Kernel) -> KernelTime:
 
 
 def _time_in(result: Result, names: Sequence[str], calls: int) -> KernelTime:
-    """Returns the time on the slowest simulated device of a kernel, or of the two calls of a pair."""
+    """Returns the time of a kernel, or of the two calls of a pair, on the slowest device."""
     phases = [
         [phase for phase in device.phases if phase.name in names] for device in result.devices
     ]

@@ -124,7 +124,7 @@ def test_a_dry_run_takes_the_fastest_of_the_forms_that_it_compiles(options, caps
 def test_a_dry_run_for_gpus_compares_what_fits_and_reports_as_for_tpus(
     topology, mesh, forms, preset, monkeypatch, capsys, tmp_path
 ):
-    """On a machine without cuDNN, whose attention heads of 64 in bfloat16 take."""
+    """On a machine without cuDNN. Heads of 64 in bfloat16 take its attention."""
     monkeypatch.setattr(
         "jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version",
         mock.Mock(side_effect=RuntimeError("cuDNN is not detected.")),
